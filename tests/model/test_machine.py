@@ -1,0 +1,44 @@
+"""The shape of a machine, and how many children one fork may have."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from forkd.errors import InvalidInput
+from forkd.model.machine import MAX_CHILDREN, MAX_MEMORY_MIB, MAX_VCPUS, MIN_MEMORY_MIB, MachineSpec, parse_count
+
+
+@pytest.mark.parametrize(
+    ("memory_mib", "vcpus"), [(MIN_MEMORY_MIB, 1), (MAX_MEMORY_MIB, MAX_VCPUS), (512, 1), (MachineSpec().memory_mib, 1)]
+)
+def test_the_bounds_themselves_are_allowed(memory_mib: int, vcpus: int) -> None:
+    spec = MachineSpec(memory_mib, vcpus)
+    assert (spec.memory_mib, spec.vcpus) == (memory_mib, vcpus)
+
+
+@pytest.mark.parametrize("memory_mib", [MIN_MEMORY_MIB - 1, 0, -1, MAX_MEMORY_MIB + 1, 10**18, math.nan])
+def test_memory_out_of_bounds_is_refused_with_what_is_allowed(memory_mib: int) -> None:
+    with pytest.raises(InvalidInput, match="memory") as caught:
+        MachineSpec(memory_mib=memory_mib)
+    assert caught.value.hint is not None and str(MIN_MEMORY_MIB) in caught.value.hint
+
+
+@pytest.mark.parametrize("vcpus", [0, -1, MAX_VCPUS + 1, 10**9])
+def test_vcpus_out_of_bounds_are_refused_with_what_is_allowed(vcpus: int) -> None:
+    with pytest.raises(InvalidInput, match="vCPUs") as caught:
+        MachineSpec(vcpus=vcpus)
+    assert caught.value.hint is not None and str(MAX_VCPUS) in caught.value.hint
+
+
+def test_a_count_within_bounds_is_taken() -> None:
+    assert [parse_count(n) for n in (1, 100, MAX_CHILDREN)] == [1, 100, MAX_CHILDREN]
+    assert MAX_CHILDREN == 1000
+
+
+@pytest.mark.parametrize("n", [0, -1, 1001, 10**9])
+def test_a_count_out_of_bounds_is_refused_with_what_is_allowed(n: int) -> None:
+    with pytest.raises(InvalidInput, match=f"Cannot fork {n} children") as caught:
+        parse_count(n)
+    assert caught.value.hint == "Use 1 to 1000"
