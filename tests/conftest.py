@@ -1,0 +1,53 @@
+"""What all tests share: one real image, kept between runs, and the proof that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forkd.host.paths import Home
+from forkd.image import Image, ImageStore, debian_spec, get_recipe
+
+
+@pytest.fixture(scope="session")
+def built_home(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    """A home with the real python image; kept between runs where FORKD_TEST_HOME says so."""
+    kept = os.environ.get("FORKD_TEST_HOME")
+    root = Path(kept) if kept else tmp_path_factory.mktemp("built")
+    return Home(root, root / "run")
+
+
+@pytest.fixture(scope="session")
+def python_image(built_home: Home) -> Image:
+    return ImageStore(built_home).build(debian_spec(get_recipe("python")), "python")
+
+
+def descendants() -> set[int]:
+    """Every process below this one."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    found: set[int] = set()
+    level = {os.getpid()}
+    while level:
+        level = {pid for pid, parent in parents.items() if parent in level} - found
+        found |= level
+    return found
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """No process, mount or open descriptor more than before."""
+    processes, mounts = descendants(), Path("/proc/self/mounts").read_text()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    yield
+    assert descendants() <= processes
+    assert Path("/proc/self/mounts").read_text() == mounts
+    assert len(os.listdir("/proc/self/fd")) <= descriptors

@@ -1,0 +1,125 @@
+"""Where forkd keeps things."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from forkd.errors import HostLacks
+from forkd.host.paths import ensure_private, find_home
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORKD_HOME", "FORKD_RUNTIME_DIR", "XDG_DATA_HOME", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_forkd_home_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
+    monkeypatch.setenv("FORKD_HOME", "/here")
+    home = find_home()
+    assert (home.root, home.images, home.snapshots) == (Path("/here"), Path("/here/images"), Path("/here/snapshots"))
+
+
+def test_else_it_is_the_data_directory_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert find_home().root == Path("/home/someone/.local/share/forkd")
+    monkeypatch.setenv("FORKD_HOME", "")
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
+    assert find_home().root == Path("/data/forkd")
+
+
+def test_a_relative_home_is_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FORKD_HOME", "here")
+    assert find_home().root == tmp_path / "here"
+
+
+def test_who_has_no_home_directory_can_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(_cls: type[Path]) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", classmethod(lacking))
+    monkeypatch.setenv("FORKD_HOME", "/here")
+    assert find_home().root == Path("/here")
+
+
+def test_the_runtime_directory_is_the_one_given_else_by_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert find_home().runtime == Path("/run/forkd")
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    assert find_home().runtime == Path("/tmp/forkd-1234")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1234")
+    assert find_home().runtime == Path("/run/user/1234/forkd")
+    monkeypatch.setenv("FORKD_RUNTIME_DIR", "/short")
+    assert find_home().runtime == Path("/short")
+
+
+@pytest.mark.parametrize("path", ["/" + "a" * 60, "/" + "ü" * 30])
+def test_a_runtime_directory_too_long_for_sockets_is_refused(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.setenv("FORKD_RUNTIME_DIR", path)
+    with pytest.raises(HostLacks, match="too long") as caught:
+        find_home()
+    assert caught.value.hint is not None and "FORKD_RUNTIME_DIR" in caught.value.hint
+
+
+def test_in_the_longest_runtime_directory_the_socket_of_a_sandbox_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = Path("/tmp")
+    longest = base / ("r" * (60 - len("/tmp/")))
+    monkeypatch.setenv("FORKD_RUNTIME_DIR", str(longest))
+    # The highest pid there is, and a start time after a year of uptime.
+    directory = find_home().runtime / "4194304-3153600000" / "sb-0123456789"
+    directory.mkdir(parents=True)
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(str(directory / "agent.sock"))
+        (directory / "agent.sock").unlink()
+    finally:
+        for path in (directory, directory.parent, longest):
+            path.rmdir()
+
+
+def test_a_directory_is_made_for_us_alone(tmp_path: Path) -> None:
+    path = tmp_path / "deep/run"
+    assert ensure_private(path) == path
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert ensure_private(path) == path
+
+
+def test_a_symlink_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "run").symlink_to("real")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for name in ("run", "dangling"):
+        with pytest.raises(HostLacks, match="not a directory of this user"):
+            ensure_private(tmp_path / name)
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(HostLacks, match="not a directory of this user"):
+        ensure_private(tmp_path / "run")
+    with pytest.raises(HostLacks, match="cannot be made"):
+        ensure_private(tmp_path / "run/below")
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(HostLacks, match="not a directory of this user") as caught:
+        ensure_private(tmp_path / "run")
+    assert caught.value.hint is not None and "FORKD_RUNTIME_DIR" in caught.value.hint
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o1777])
+def test_a_directory_others_may_write_to_is_refused_and_left_alone(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    path.chmod(mode)
+    with pytest.raises(HostLacks, match="Others may write"):
+        ensure_private(path)
+    assert path.stat().st_mode & 0o7777 == mode

@@ -1,0 +1,279 @@
+"""The probes under `forkd doctor`: by value where they judge, on this machine where they look."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import forkd
+from forkd.host import capacity, cgroup, devices, places, programs, system, userns
+from forkd.host.finding import Finding, Status
+from forkd.host.kvm_probe import KvmHints, KvmState, KvmVerdict
+from forkd.host.paths import Home
+from forkd.host.probe import guarded, judge_kvm, probe_host
+
+GIB = 1 << 30
+NAMES = [
+    "system", "architecture", "python", "qemu", "tcg", "kvm", "setpriv", "mmdebstrap", "mkfs.erofs", "busybox",
+    "namespaces", "memory", "home", "runtime directory", "open files", "processes", "cgroup v2", "userfaultfd",
+    "tun", "nft", "firecracker",
+]  # fmt: skip
+
+
+# --- all of them ---
+
+
+def test_this_machine_is_looked_at_in_order_and_in_time() -> None:
+    began = time.monotonic()
+    findings = probe_host()
+    assert time.monotonic() - began < 10.0
+    assert [each.name for each in findings] == NAMES
+    assert all(each.found for each in findings)
+    assert all(each.remedy for each in findings if each.status is Status.FAIL)
+
+
+def test_looking_makes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORKD_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("FORKD_RUNTIME_DIR", "/tmp/fkd-absent")
+    findings = {each.name: each for each in probe_host()}
+    assert not list(tmp_path.iterdir())
+    assert not Path("/tmp/fkd-absent").exists()
+    assert str(tmp_path / "home") in findings["home"].found
+    assert findings["runtime directory"].status is Status.OK
+
+
+def test_a_probe_that_breaks_is_a_finding() -> None:
+    def broken() -> tuple[Finding, ...]:
+        raise ValueError("odd machine")
+
+    (finding,) = guarded("memory", broken)
+    assert finding.status is Status.WARN
+    assert "odd machine" in finding.found
+
+
+def test_an_empty_path_lacks_the_tools_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setattr(programs, "_SBIN", "/nonexistent")
+    findings = {each.name: each for each in probe_host()}
+    for name in ("qemu", "tcg", "setpriv", "mmdebstrap", "mkfs.erofs", "busybox", "namespaces"):
+        assert findings[name].status is Status.FAIL, name
+        assert "install" in (findings[name].remedy or "").lower(), name
+
+
+def test_another_user_than_root_gets_findings_and_no_crash() -> None:
+    setpriv = shutil.which("setpriv")
+    if os.geteuid() != 0 or setpriv is None:
+        pytest.skip("needs root and setpriv to become someone else")
+    someone = [setpriv, "--reuid", "65534", "--regid", "65534", "--clear-groups", "--", sys.executable, "-B"]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(forkd.__file__).parents[1])}
+    if subprocess.run([*someone, "-c", "import forkd"], env=environment, check=False, capture_output=True).returncode:
+        pytest.skip("the interpreter or the package is closed to other users")
+    code = "from forkd.host.probe import probe_host; print(*(f.name for f in probe_host()), sep='|')"
+    done = subprocess.run(
+        [*someone, "-c", code], env=environment, check=True, capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout.strip().split("|") == NAMES
+    assert not done.stderr
+
+
+# --- programs ---
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18)", (7, 2, 22)),
+        ("QEMU emulator version 10.0", (10, 0)),
+        ("mkfs.erofs 1.5", (1, 5)),
+        ("nothing here", None),
+        ("", None),
+    ],
+)
+def test_versions_are_read_from_what_programs_print(text: str, version: tuple[int, ...] | None) -> None:
+    assert programs.parse_version(text) == version
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [
+        ((7, 2), Status.OK),
+        ((10, 0, 1), Status.OK),
+        ((7, 1, 9), Status.FAIL),
+        ((6, 2), Status.FAIL),
+        (None, Status.FAIL),
+    ],
+)
+def test_qemu_must_be_new_enough(version: tuple[int, ...] | None, status: Status) -> None:
+    assert programs.judge_qemu("/usr/bin/qemu-system-x86_64", version).status is status
+
+
+def test_accelerators_are_lines_of_their_own() -> None:
+    text = "Accelerators supported in QEMU binary:\ntcg\nkvm\nxen\n"
+    assert programs.parse_accelerators(text) == {"tcg", "kvm"}
+    assert programs.parse_accelerators("tcg is not here") == frozenset()
+    assert programs.judge_tcg(frozenset({"kvm"})).status is Status.FAIL
+
+
+def test_a_program_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / programs.QEMU
+    script.write_text("#!/bin/sh\nexec sleep 60\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(programs, "_ANSWER_S", 0.2)
+    began = time.monotonic()
+    assert programs.probe_qemu().status is Status.FAIL
+    assert time.monotonic() - began < 5.0
+
+
+def test_static_means_that_no_loader_is_asked_for(tmp_path: Path) -> None:
+    assert not programs.is_static(Path(sys.executable).read_bytes())
+    assert not programs.is_static(b"#!/bin/sh\n")
+    assert not programs.is_static(b"\x7fELF\x02\x01" + b"\xff" * 60)
+    busybox = shutil.which("busybox")
+    if busybox:
+        done = subprocess.run(["ldd", busybox], capture_output=True, text=True, check=False)
+        assert programs.is_static(Path(busybox).read_bytes()) == (done.returncode != 0)
+
+
+def test_a_dynamic_busybox_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "busybox").symlink_to(Path(sys.executable).resolve())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    finding = programs.probe_busybox()
+    assert finding.status is Status.FAIL
+    assert "busybox-static" in (finding.remedy or "")
+
+
+# --- KVM as a finding ---
+
+
+def test_kvm_counts_only_when_qemu_can_use_it() -> None:
+    usable = KvmVerdict(KvmState.USABLE, "fast", None, KvmHints(("kvm_amd",), "svm"))
+    assert judge_kvm(usable, frozenset({"tcg", "kvm"})).status is Status.OK
+    assert judge_kvm(usable, frozenset({"tcg"})).status is Status.WARN
+
+
+@pytest.mark.parametrize("state", [state for state in KvmState if state is not KvmState.USABLE])
+def test_kvm_that_cannot_be_used_warns_with_its_state_first(state: KvmState) -> None:
+    finding = judge_kvm(KvmVerdict(state, "because"), frozenset({"tcg", "kvm"}))
+    assert finding.status is Status.WARN
+    assert finding.found.startswith(f"{state.value}: ")
+
+
+# --- the machine ---
+
+
+def test_only_one_architecture_runs() -> None:
+    assert system.judge_architecture("x86_64").status is Status.OK
+    assert system.judge_architecture("aarch64").status is Status.FAIL
+
+
+def test_python_must_be_new_enough() -> None:
+    assert system.judge_python((3, 13, 1), "python").status is Status.OK
+    assert system.judge_python((3, 10, 9), "python").status is Status.FAIL
+
+
+def test_memory_tells_how_many_children_fit() -> None:
+    assert "about 232 children" in capacity.judge_memory(8 * GIB, None).found
+    assert capacity.judge_memory(8 * GIB, None).status is Status.OK
+    assert capacity.judge_memory(8 * GIB, GIB // 2).status is Status.FAIL
+    assert "control group" in capacity.judge_memory(8 * GIB, GIB).found
+    assert "control group" not in capacity.judge_memory(8 * GIB, 64 * GIB).found
+    assert capacity.judge_memory(900 << 20, None).status is Status.WARN
+
+
+def test_available_memory_is_read_in_bytes() -> None:
+    assert capacity.parse_available("MemTotal: 9 kB\nMemAvailable:   2048 kB\n") == 2 << 20
+    assert capacity.parse_available("") is None
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "status", "remedy"),
+    [
+        (1024, 524288, Status.WARN, "ulimit -n 524288"),
+        (1024, 1024, Status.WARN, "Raise the hard limit"),
+        (1024, resource.RLIM_INFINITY, Status.WARN, "ulimit -n 65536"),
+        (20000, 20000, Status.OK, None),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, Status.OK, None),
+    ],
+)
+def test_open_files_are_counted_in_children(soft: int, hard: int, status: Status, remedy: str | None) -> None:
+    finding = capacity.judge_open_files(soft, hard)
+    assert (finding.status, finding.remedy) == (status, remedy)
+
+
+def test_the_smallest_process_limit_counts() -> None:
+    group = cgroup.CgroupLimits(pids_max=200)
+    assert capacity.judge_processes([32768, None], group).status is Status.WARN
+    assert capacity.judge_processes([32768, None], cgroup.CgroupLimits()).status is Status.OK
+    assert capacity.judge_processes([None], cgroup.CgroupLimits()).status is Status.OK
+
+
+def test_control_group_limits_of_either_version_are_found(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("4:memory:/a/b\n0::/a\n")
+    two, one = tmp_path / "a", tmp_path / "memory/a/b"
+    two.mkdir()
+    one.mkdir(parents=True)
+    (two / "memory.max").write_text("max\n")
+    (two / "memory.current").write_text("5\n")
+    (two / "pids.max").write_text("77\n")
+    (one.parent / "memory.limit_in_bytes").write_text("1000\n")
+    (one.parent / "memory.usage_in_bytes").write_text("400\n")
+    assert cgroup.probe_limits(tmp_path, own) == cgroup.CgroupLimits(600, 77)
+
+
+def test_a_container_without_control_groups_has_no_limits(tmp_path: Path) -> None:
+    assert cgroup.probe_limits(tmp_path, tmp_path / "none") == cgroup.CgroupLimits()
+    assert cgroup.probe_cgroup(tmp_path).found == "not mounted"
+
+
+# --- places ---
+
+
+def test_a_home_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    finding = places.probe_home(Home(tmp_path / "file" / "home", tmp_path))
+    assert finding.status is Status.FAIL
+    assert "FORKD_HOME" in (finding.remedy or "")
+
+
+def test_a_runtime_path_that_is_too_long_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORKD_RUNTIME_DIR", "/tmp/" + "x" * 100)
+    _, runtime = places.probe_places()
+    assert runtime.status is Status.FAIL
+    assert "FORKD_RUNTIME_DIR" in (runtime.remedy or "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_runtime_directory_of_someone_else_is_a_failure(tmp_path: Path) -> None:
+    theirs = tmp_path / "run"
+    theirs.mkdir()
+    os.chown(theirs, 65534, 65534)
+    assert places.probe_runtime(Home(tmp_path, theirs)).status is Status.FAIL
+
+
+# --- namespaces and devices ---
+
+
+def test_the_attempt_uses_what_image_building_uses() -> None:
+    assert "--map-auto" in userns.render_attempt("unshare", as_root=False)
+    assert "--user" not in userns.render_attempt("unshare", as_root=True)
+
+
+def test_refused_namespaces_say_what_to_allow() -> None:
+    assert userns.judge_attempt(None, as_root=False).status is Status.OK
+    assert "subuid" in (userns.judge_attempt("no", as_root=False).remedy or "")
+    assert "CAP_SYS_ADMIN" in (userns.judge_attempt("no", as_root=True).remedy or "")
+
+
+def test_missing_devices_are_only_worth_a_note(tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing"
+    assert devices.probe_tun(nothing).status is Status.INFO
+    assert devices.probe_userfaultfd(nothing, nothing, nothing).found == "not in this kernel"
