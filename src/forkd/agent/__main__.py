@@ -1,0 +1,3 @@
+from forkd.agent.main import main
+
+main()
