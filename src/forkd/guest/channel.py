@@ -1,0 +1,231 @@
+"""One connected stream socket to a guest's agent, shared by many exchanges.
+
+The guest is not trusted: it may send anything, at any rate, or nothing. Whatever it sends is bounded by frames, by
+the window of each exchange and by a budget for what belongs to none; what breaks the protocol ends the channel.
+Nothing here awaits per message: one event loop serves a hundred guests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections import deque
+from typing import Protocol
+
+from forkd.errors import ChannelClosed, ForkdError, GuestTimeout, ProtocolError
+from forkd.wire.agent import (
+    CANCEL,
+    MAX_MESSAGE,
+    MAX_STREAMS,
+    MORE,
+    WINDOW_BYTES,
+    Joiner,
+    Parser,
+    WireError,
+    encode,
+    encode_message,
+)
+
+_READ_BYTES = 256 * 1024
+# What a guest may still have under way for a client before us: its queue, and one message per stream cut short.
+_STALE_BYTES = 4 * 1024 * 1024
+# Frames that belong to no exchange, beyond what cancelled ones may still have under way.
+_LATE_BYTES = 1024 * 1024
+_HIGH_BYTES = 1024 * 1024  # queued towards the guest; above it, writers wait
+_WRITE_STALL_S = 60.0
+
+
+class Receiver(Protocol):
+    """What the channel needs to know of an exchange."""
+
+    number: int
+
+    def on_frame(self, kind: int, flags: int, payload: bytes) -> None: ...
+    def on_lost(self, error: ForkdError) -> None: ...
+
+
+class Channel:
+    def __init__(self, sock: socket.socket) -> None:
+        """Takes the socket over, and closes it in the end."""
+        sock.setblocking(False)
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._parser = Parser()
+        self._joiner = Joiner()
+        self._receivers: dict[int, Receiver] = {}
+        # Random, so that what the guest still sends to a client before us is not taken for an answer to us.
+        self._next_number = secrets.randbelow(1 << 30) + 1
+        self._synchronised = False
+        self._stale_budget = _STALE_BYTES
+        self._late_budget = _LATE_BYTES
+        self._out: deque[bytes] = deque()
+        self._pending = 0
+        self._room: list[asyncio.Future[None]] = []
+        self._error: ForkdError | None = None
+        self._loop.add_reader(sock.fileno(), self._on_readable)
+
+    @property
+    def closed(self) -> bool:
+        return self._error is not None
+
+    def open(self, receiver: Receiver, kind: int, payload: bytes) -> None:
+        """Start an exchange: number it and send its request."""
+        if self._error is not None:
+            raise self._lost_error()
+        if len(self._receivers) >= MAX_STREAMS:
+            raise ProtocolError(f"More than {MAX_STREAMS} exchanges with one guest at a time")
+        receiver.number = self._next_number
+        self._next_number += 1
+        self._receivers[receiver.number] = receiver
+        self.send(encode_message(kind, receiver.number, payload))
+
+    def finish(self, receiver: Receiver) -> None:
+        """Its final answer has come."""
+        self._receivers.pop(receiver.number, None)
+
+    def cancel(self, receiver: Receiver) -> None:
+        """Nobody waits for it any more. What is under way may still come."""
+        if self._receivers.pop(receiver.number, None) is not None and self._error is None:
+            self._late_budget += WINDOW_BYTES + MAX_MESSAGE
+            self.send(encode(CANCEL, receiver.number))
+
+    def send(self, data: bytes) -> None:
+        """At once if the socket takes it, else queued. Bounded by the windows of the exchanges."""
+        if self._error is not None:
+            raise self._lost_error()
+        if not self._out:
+            try:
+                sent = self._sock.send(data)
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError as error:
+                self._lose(ChannelClosed("The channel to the guest broke"), error)
+                raise self._lost_error() from error
+            if sent == len(data):
+                return
+            data = data[sent:]
+            self._loop.add_writer(self._sock.fileno(), self._on_writable)
+        self._out.append(data)
+        self._pending += len(data)
+
+    async def room(self) -> None:
+        """Wait until the guest has taken most of what is queued."""
+        if self._pending <= _HIGH_BYTES or self._error is not None:
+            return
+        waiter = self._loop.create_future()
+        self._room.append(waiter)
+        try:
+            async with asyncio.timeout(_WRITE_STALL_S):
+                await waiter
+        except TimeoutError:
+            raise GuestTimeout(f"The guest took nothing from its channel for {_WRITE_STALL_S:.0f} s") from None
+
+    def close(self) -> None:
+        self._lose(ChannelClosed("The channel to the guest was closed"))
+
+    # Incoming
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._sock.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._lose(ChannelClosed("The channel to the guest broke"), error)
+            return
+        if not data:
+            self._lose(ChannelClosed("The guest's side of the channel was closed"))
+            return
+        try:
+            self._received(data)
+        except WireError as error:
+            self._lose(ProtocolError(f"The guest broke the protocol: {error}"), error)
+        except ProtocolError as error:
+            self._lose(error)
+        except Exception as error:
+            # A mistake of ours, or of a caller's callback: the frames behind it are lost, so nothing pending may wait.
+            self._lose(ChannelClosed("An answer of the guest could not be handled"), error)
+
+    def _received(self, data: bytes) -> None:
+        frames = self._parser.feed(data)
+        skipped = self._parser.take_skipped()
+        for kind, flags, number, payload in frames:
+            receiver = self._receivers.get(number)
+            if receiver is None:
+                self._spend(len(payload) + 1)
+                continue
+            self._synchronised = True
+            if flags & MORE or self._joiner.active:
+                whole = self._joiner.join(kind, flags, number, payload)
+                if whole is None:
+                    continue
+                payload = whole
+            receiver.on_frame(kind, flags, payload)
+            if self._error is not None:
+                return
+        if skipped:
+            self._spend(skipped, garbage=True)
+
+    def _spend(self, size: int, garbage: bool = False) -> None:
+        """Account for bytes that belong to no exchange of ours."""
+        if not self._synchronised:
+            self._stale_budget -= size
+        elif garbage:
+            raise ProtocolError(f"The guest sent {size} bytes that are no frame")
+        else:
+            self._late_budget -= size
+        if self._stale_budget < 0 or self._late_budget < 0:
+            raise ProtocolError("The guest floods its channel with what nobody asked for")
+
+    # Outgoing
+
+    def _on_writable(self) -> None:
+        try:
+            while self._out:
+                head = self._out[0]
+                sent = self._sock.send(head)
+                self._pending -= sent
+                if sent < len(head):
+                    self._out[0] = head[sent:]
+                    break
+                self._out.popleft()
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError as error:
+            self._lose(ChannelClosed("The channel to the guest broke"), error)
+            return
+        if not self._out:
+            self._loop.remove_writer(self._sock.fileno())
+        if self._pending <= _HIGH_BYTES // 2:
+            self._wake_writers()
+
+    def _wake_writers(self) -> None:
+        waiting, self._room = self._room, []
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # The end
+
+    def _lose(self, error: ForkdError, cause: BaseException | None = None) -> None:
+        if self._error is not None:
+            return
+        error.__cause__ = cause
+        self._error = error
+        self._loop.remove_reader(self._sock.fileno())
+        self._loop.remove_writer(self._sock.fileno())
+        self._sock.close()
+        self._out.clear()
+        self._pending = 0
+        receivers = list(self._receivers.values())
+        self._receivers.clear()
+        for receiver in receivers:
+            receiver.on_lost(error)
+        self._wake_writers()
+
+    def _lost_error(self) -> ForkdError:
+        first = self._error or ChannelClosed("The channel to the guest was closed")
+        again = type(first)(first.message)
+        again.__cause__ = first
+        return again

@@ -1,0 +1,35 @@
+"""Fixtures: a real agent in a process of its own, rehearsing over a socket pair."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rehearsed import Guest
+
+import forkd
+
+_SOURCE = Path(forkd.__file__).parent
+
+
+@pytest.fixture(scope="session")
+def guest_lib(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The guest's library, as the image builder lays it out."""
+    lib = tmp_path_factory.mktemp("lib")
+    (lib / "forkd/wire").mkdir(parents=True)
+    (lib / "forkd/agent").mkdir()
+    shutil.copy(_SOURCE / "agent/guest_api.py", lib / "forkd/__init__.py")
+    (lib / "forkd/wire/__init__.py").touch()
+    shutil.copy(_SOURCE / "wire/agent.py", lib / "forkd/wire/agent.py")
+    for path in (_SOURCE / "agent").glob("*.py"):
+        shutil.copy(path, lib / "forkd/agent")
+    return lib
+
+
+@pytest.fixture
+def guest(guest_lib: Path, tmp_path: Path) -> Iterator[Guest]:
+    guest = Guest(guest_lib, tmp_path / "root")
+    yield guest
+    assert guest.end() == "", "the agent complained"

@@ -1,0 +1,373 @@
+"""The host against guests that lie, flood, stall or talk nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from forkd.errors import AgentError, ChannelClosed, ForkdError, GuestTimeout, ProtocolError
+from forkd.guest.calls import Agent
+from forkd.guest.channel import Channel
+from forkd.guest.exchange import Exchange, parse_failure
+from forkd.wire.agent import (
+    CALL,
+    CANCEL,
+    CLOCK,
+    DATA,
+    FAIL,
+    HELLO,
+    MAX_MESSAGE,
+    MAX_PAYLOAD,
+    MORE,
+    NOISE,
+    REPLY,
+    STARTED,
+    STDOUT,
+    WINDOW_BYTES,
+    Parser,
+    decode_json,
+    encode,
+    encode_json,
+    encode_message,
+    encode_window,
+)
+
+Answer = Callable[[int, int, bytes], bytes]
+
+
+class FakeGuest(asyncio.Protocol):
+    """Answers every frame with whatever bytes `answer(kind, stream, payload)` gives."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._parser = Parser()
+        self.received: list[tuple[int, int, int, bytes]] = []
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        assert self.transport is not None
+        for frame in self._parser.feed(data):
+            self.received.append(frame)
+            answer = self._answer(frame[0], frame[2], frame[3])
+            if answer:
+                self.transport.write(answer)
+
+
+def against(answer: Answer, body: Callable[[Agent, FakeGuest], Awaitable[object]]) -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        loop = asyncio.get_running_loop()
+        transport, guest = await loop.create_connection(lambda: FakeGuest(answer), sock=theirs)
+        agent = Agent.attach(ours)
+        try:
+            async with asyncio.timeout(20):
+                await body(agent, guest)
+        finally:
+            agent.close()
+            transport.close()
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    gc.collect()
+
+
+def reply(value: object) -> Answer:
+    payload = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return lambda kind, stream, _: encode_message(REPLY, stream, payload) if kind != CANCEL else b""
+
+
+GREETING = {"agent": "1", "protocol": 1, "python": "3", "pid": 1, "interpreter_pid": 2, "uptime_s": 1.5, "streams": 0}
+GOOD_EVAL = {"ok": True, "repr": "1", "value": 1}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"not json",
+        b"[]",
+        b"null",
+        b'{"ok": true}',
+        b'{"ok": 1, "repr": "x"}',
+        b'{"ok": true, "repr": 5}',
+        b'{"ok": true, "repr": "x", "truncated": "yes"}',
+        b'{"ok": false}',
+        b'{"ok": false, "error": []}',
+        b'{"ok": false, "error": {"type": "E", "message": 1, "traceback": ""}}',
+        b'{"ok": false, "error": {"type": "' + b"E" * 5000 + b'", "message": "", "traceback": ""}}',
+        b'{"ok": true, "repr": "x", "died": 5}',
+        b'{"ok": true, "repr": "x", "died": {"signal": 100000}}',
+        b'{"ok": true, "repr": "x", "value": ' + b"[" * 500_000 + b"}",
+        b'{"ok": true, "repr": "x", "value": ' + b"9" * 500_000 + b"}",
+    ],
+)
+def test_answers_of_the_wrong_shape_are_protocol_errors(answer: bytes) -> None:
+    async def body(agent: Agent, _: FakeGuest) -> None:
+        with pytest.raises(ProtocolError):
+            await agent.eval("1")
+
+    against(reply(answer), body)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        {"agent": "1"},
+        {"agent": "1", "protocol": True, "python": "", "pid": 1, "interpreter_pid": 1, "uptime_s": 0, "streams": 0},
+        {"agent": "1", "protocol": 1, "python": "", "pid": -1, "interpreter_pid": 1, "uptime_s": 0, "streams": 0},
+        {"agent": "1", "protocol": 1, "python": "", "pid": 1, "interpreter_pid": 1, "uptime_s": 1e400, "streams": 0},
+        {"agent": "1", "protocol": 1, "python": "x" * 500, "pid": 1, "interpreter_pid": 1, "uptime_s": 0, "streams": 0},
+    ],
+)
+def test_an_agent_that_cannot_say_who_it_is_is_not_believed(answer: dict[str, Any]) -> None:
+    async def body(agent: Agent, _: FakeGuest) -> None:
+        with pytest.raises(ProtocolError):
+            await agent.ping()
+
+    against(reply(answer), body)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        lambda stream: encode(STARTED, stream, b'{"pid": 1}'),
+        lambda stream: encode(CLOCK, stream),
+        lambda stream: encode(99, stream),
+        lambda stream: encode(FAIL, stream, b"{}"),
+        lambda stream: encode(FAIL, stream, b'{"code": 5, "message": "x"}'),
+        lambda stream: encode_window(stream, 1),
+        lambda stream: encode(10, stream, b"abc"),
+        lambda stream: encode(DATA, stream, b"x", 0),
+        lambda stream: encode(DATA, stream, b"x" * MAX_PAYLOAD, STDOUT | MORE) * 5 + encode(DATA, stream, b"", STDOUT),
+        lambda stream: encode(REPLY, stream, bytes(MAX_PAYLOAD), MORE) * 40 + encode(REPLY, stream),
+        lambda stream: encode_json(NOISE, stream, {}),
+    ],
+)
+def test_frames_that_do_not_belong_end_the_channel(frame: Callable[[int], bytes]) -> None:
+    async def body(agent: Agent, _: FakeGuest) -> None:
+        with pytest.raises(ProtocolError):
+            await agent.eval("1")
+        assert agent.channel.closed
+        with pytest.raises(ProtocolError):
+            await agent.ping()
+
+    against(lambda kind, stream, _: frame(stream), body)
+
+
+def test_garbage_before_the_first_answer_is_forgiven_and_after_it_is_not() -> None:
+    good = reply(GOOD_EVAL)
+
+    async def body(agent: Agent, guest: FakeGuest) -> None:
+        assert (await agent.eval("1")).value == 1
+        with pytest.raises(ProtocolError, match="no frame"):
+            await agent.eval("1")
+
+    against(lambda kind, stream, payload: b"\0tail of an old frame" + good(kind, stream, payload), body)
+
+
+def test_what_was_meant_for_the_client_before_us_is_not_taken_for_ours() -> None:
+    good = reply(GOOD_EVAL)
+    stale = encode_json(REPLY, 1, {"ok": True, "repr": "stale", "value": "stale"}) * 10
+
+    async def body(agent: Agent, _: FakeGuest) -> None:
+        assert (await agent.eval("1")).value == 1
+
+    against(lambda kind, stream, payload: stale + good(kind, stream, payload), body)
+
+
+@pytest.mark.parametrize("synchronised", [False, True])
+def test_a_flood_for_nobody_ends_the_channel(synchronised: bool) -> None:
+    flood = encode(DATA, 0xFFFFFFFF, bytes(MAX_PAYLOAD), STDOUT) * 80
+    good = reply(GOOD_EVAL)
+
+    async def body(agent: Agent, _: FakeGuest) -> None:
+        if synchronised:
+            await agent.eval("1")
+        with pytest.raises(ProtocolError, match="floods"):
+            await agent.eval("2")
+            await agent.eval("3")
+
+    first = iter([synchronised])
+
+    def answer(kind: int, stream: int, payload: bytes) -> bytes:
+        return good(kind, stream, payload) if next(first, False) else flood + good(kind, stream, payload)
+
+    against(answer, body)
+
+
+def test_a_flood_of_output_beyond_its_window_ends_the_channel() -> None:
+    async def body(agent: Agent, _: FakeGuest) -> None:
+        process_task = asyncio.create_task(agent.start("yes"))
+        with pytest.raises(ProtocolError, match="granted"):
+            process = await process_task
+            await asyncio.sleep(0.2)
+            await process.wait()
+
+    flood = WINDOW_BYTES // MAX_PAYLOAD + 1
+    against(
+        lambda kind, stream, _: (
+            encode_json(STARTED, stream, {"pid": 5}) + encode(DATA, stream, bytes(MAX_PAYLOAD), STDOUT) * flood
+        ),
+        body,
+    )
+
+
+def test_a_guest_that_never_answers_runs_into_the_deadline_and_is_told() -> None:
+    async def body(agent: Agent, guest: FakeGuest) -> None:
+        with pytest.raises(GuestTimeout, match=r"answer a ping within 0\.1 s"):
+            await agent.ping(deadline_s=0.1)
+        await asyncio.sleep(0.05)
+        assert guest.received[-1][0] == CANCEL
+        with pytest.raises(GuestTimeout):
+            await agent.hello(deadline_s=0.2)
+
+    against(lambda *_: b"", body)
+
+
+def test_late_frames_of_a_cancelled_exchange_are_dropped() -> None:
+    async def body(agent: Agent, guest: FakeGuest) -> None:
+        with pytest.raises(GuestTimeout):
+            await agent.ping(deadline_s=0.05)
+        assert guest.transport is not None
+        stream = guest.received[0][2]
+        guest.transport.write(encode(DATA, stream, bytes(MAX_PAYLOAD), STDOUT) * 4 + encode(REPLY, stream, b"{}"))
+        await asyncio.sleep(0.05)
+        assert not agent.channel.closed
+
+    against(lambda *_: b"", body)
+
+
+def test_hello_is_repeated_behind_padding_when_nobody_answers() -> None:
+    hellos = []
+
+    def answer(kind: int, stream: int, payload: bytes) -> bytes:
+        if kind != HELLO:
+            return b""
+        hellos.append(payload)
+        if len(hellos) == 1:
+            return b""
+        info = {
+            "agent": "1",
+            "protocol": 1,
+            "python": "3",
+            "pid": 1,
+            "interpreter_pid": 2,
+            "uptime_s": 1.5,
+            "streams": 0,
+        }
+        return encode_json(HELLO, stream, {**info, "session": decode_json(payload)["session"]})
+
+    async def body(agent: Agent, guest: FakeGuest) -> None:
+        info = await agent.hello(deadline_s=1)
+        assert info.uptime_s == 1.5
+        assert hellos[0] == hellos[1]
+        assert guest._parser.take_skipped() > MAX_PAYLOAD
+
+    against(answer, body)
+
+
+@pytest.mark.parametrize(("change", "match"), [({"session": "x"}, "somebody else"), ({"protocol": 2}, "version 2")])
+def test_a_greeting_for_somebody_else_or_in_another_version_is_refused(change: dict[str, Any], match: str) -> None:
+    def answer(kind: int, stream: int, payload: bytes) -> bytes:
+        return encode_json(HELLO, stream, {**GREETING, "session": decode_json(payload)["session"], **change})
+
+    async def body(agent: Agent, _: FakeGuest) -> None:
+        with pytest.raises(ProtocolError, match=match):
+            await agent.hello(deadline_s=1)
+
+    against(answer, body)
+
+
+def test_a_lost_channel_fails_everything_pending_and_everything_after() -> None:
+    async def body(agent: Agent, guest: FakeGuest) -> None:
+        pending = [asyncio.create_task(agent.ping()) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        assert guest.transport is not None
+        guest.transport.close()
+        for error in await asyncio.gather(*pending, return_exceptions=True):
+            assert isinstance(error, ChannelClosed)
+        with pytest.raises(ChannelClosed):
+            await agent.ping()
+
+    against(lambda *_: b"", body)
+
+
+def test_a_callback_that_raises_ends_the_channel_and_nobody_waits() -> None:
+    def explode(kind: str, data: bytes) -> None:
+        raise RuntimeError(kind)
+
+    async def body(agent: Agent, _: FakeGuest) -> None:
+        with pytest.raises(ChannelClosed) as caught:
+            await agent.eval("1", on_output=explode)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+
+    against(lambda kind, stream, _: encode(DATA, stream, b"x", STDOUT), body)
+
+
+def test_an_exchange_given_up_wakes_its_writer() -> None:
+    async def body(agent: Agent, _: FakeGuest) -> None:
+        exchange = Exchange(agent.channel, "take data", CALL, b"{}", 10)
+        writer = asyncio.create_task(exchange.send_data(bytes(1_000_000)))
+        await asyncio.sleep(0.05)
+        assert not writer.done()
+        exchange.abandon()
+        await writer
+        with pytest.raises(AgentError):
+            await exchange.answer()
+
+    against(lambda *_: b"", body)
+
+
+def test_more_exchanges_than_the_protocol_has_are_refused_here() -> None:
+    async def body(agent: Agent, _: FakeGuest) -> None:
+        tasks = [asyncio.create_task(agent.ping(deadline_s=0.2)) for _ in range(65)]
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(error) for error in errors].count(ProtocolError) == 1
+
+    against(lambda *_: b"", body)
+
+
+def test_a_guest_that_takes_nothing_bounds_what_is_queued_for_it() -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        channel = Channel(ours)
+        exchanges = [Exchange(channel, "take data", CALL, b"{}", 1) for _ in range(30)]
+        writers = [asyncio.create_task(exchange.send_data(bytes(10_000_000))) for exchange in exchanges]
+        await asyncio.sleep(0.2)
+        assert channel._pending <= 30 * WINDOW_BYTES
+        channel.close()
+        await asyncio.gather(*writers, return_exceptions=True)
+        theirs.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("not_found", "not_found"), ("exists", "conflict"), ("denied", "denied"), ("made-up", "agent_error")],
+)
+def test_a_refusal_becomes_the_error_a_caller_would_catch(code: str, expected: str) -> None:
+    error = parse_failure(json.dumps({"code": code, "message": "m" * 10_000, "errno": "EX"}).encode())
+    assert isinstance(error, ForkdError)
+    assert error.code == expected and len(error.message) < 600
+
+
+def test_a_message_at_the_limit_is_taken() -> None:
+    text = "x" * (MAX_MESSAGE - 100)
+
+    async def body(agent: Agent, _: FakeGuest) -> None:
+        assert (await agent.eval("1")).repr == text
+
+    against(reply({"ok": True, "repr": text}), body)
