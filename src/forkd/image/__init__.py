@@ -1,0 +1,17 @@
+"""Images: a read-only root file system with the kernel and the initramfs it boots with."""
+
+from forkd.image.manifest import Image
+from forkd.image.progress import Progress
+from forkd.image.spec import ImageSpec, debian_spec, directory_spec, get_recipe, recipe_names
+from forkd.image.store import ImageStore
+
+__all__ = [
+    "Image",
+    "ImageSpec",
+    "ImageStore",
+    "Progress",
+    "debian_spec",
+    "directory_spec",
+    "get_recipe",
+    "recipe_names",
+]

@@ -1,0 +1,147 @@
+"""A root file system from a directory somebody hands us. It is read, never executed, never left by a link."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forkd.errors import BuildFailed, Conflict, InvalidInput, NotFound
+from forkd.host.tools import find_tool, run_tool, tool_environment
+from forkd.image.erofs import MOUNTED_OVER, ROOT_FILE, render_mkfs
+from forkd.image.interpreter import get_interpreter
+from forkd.image.progress import Progress
+from forkd.image.tree import Node
+
+_MKFS_DEADLINE_S = 1800.0
+_MAX_ENTRIES = 2_000_000
+_CHUNK = 1 << 20
+_KINDS = {stat.S_IFREG: "f", stat.S_IFDIR: "d", stat.S_IFLNK: "l"}
+_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A directory as read: a digest of all that counts, and its names and kinds."""
+
+    digest: str
+    tree: dict[str, Node]
+    newest_mtime: int
+
+
+def scan_directory(directory: Path) -> Scan:
+    """Digest paths, modes, owners, link targets and content; refuse what cannot be part of an image."""
+    root = _open_root(directory)
+    try:
+        return _Scanner(directory, os.fstat(root).st_dev).scan(root)
+    except OSError as error:
+        raise InvalidInput(f"{directory} cannot be read: {error}") from error
+    finally:
+        os.close(root)
+
+
+def build_directory_root(directory: Path, scan: Scan, out: Path, progress: Progress) -> dict[str, Any]:
+    """Make out/root.erofs of a directory just scanned; returns what is in it."""
+    mkfs = find_tool("mkfs.erofs")
+    python = get_interpreter(scan.tree)
+    progress.stage(f"Packing {directory}")
+    # Extended attributes are not part of the digest, so they stay out.
+    options = ["-x-1", *_owner_options()]
+    run_tool(
+        render_mkfs(mkfs, out / ROOT_FILE, directory, options=options),
+        doing=f"Packing {directory}",
+        failure=BuildFailed,
+        deadline_s=_MKFS_DEADLINE_S,
+        on_line=progress.line,
+        env=tool_environment(SOURCE_DATE_EPOCH=str(scan.newest_mtime)),
+        disk=out,
+    )
+    if scan_directory(directory).digest != scan.digest:
+        raise Conflict(f"{directory} changed while it was read", hint="Build again when nothing writes to it")
+    return {"python": python}
+
+
+class _Scanner:
+    """One walk by descriptors: a path swapped for a link under our feet is an error, not a way out."""
+
+    def __init__(self, directory: Path, device: int) -> None:
+        self._directory = directory
+        self._device = device
+        self._digest = hashlib.sha256()
+        self._tree: dict[str, Node] = {}
+        self._newest = 0
+
+    def scan(self, root: int) -> Scan:
+        self._enter(root, "")
+        return Scan(self._digest.hexdigest(), self._tree, self._newest)
+
+    def _enter(self, fd: int, prefix: str) -> None:
+        for name in sorted(os.listdir(fd)):
+            self._take(fd, name, prefix + name)
+
+    def _take(self, parent: int, name: str, path: str) -> None:
+        if len(self._tree) >= _MAX_ENTRIES:
+            raise InvalidInput(f"{self._directory} has more than {_MAX_ENTRIES} files")
+        info = os.stat(name, dir_fd=parent, follow_symlinks=False)
+        kind = _KINDS.get(stat.S_IFMT(info.st_mode))
+        if kind is None:
+            raise self._refused(path, "is a device, socket or pipe", "Remove it; the guest has a /dev of its own")
+        target = os.readlink(name, dir_fd=parent) if kind == "l" else ""
+        mode = stat.S_IMODE(info.st_mode)
+        self._tree[path] = Node(kind, mode, target)
+        self._newest = max(self._newest, int(info.st_mtime))
+        owner = "" if _owner_options() else f"{info.st_uid}:{info.st_gid}"
+        size = info.st_size if kind == "f" else 0
+        self._digest.update(os.fsencode(f"{kind}\0{mode:o}\0{owner}\0{size}\0{path}\0{target}\0"))
+        if kind == "d" and path not in MOUNTED_OVER:
+            with _opened(name, parent, _OPEN | os.O_DIRECTORY) as fd:
+                if os.fstat(fd).st_dev != self._device:
+                    raise self._refused(path, "is another file system", "Unmount it or copy the directory")
+                self._enter(fd, path + "/")
+        elif kind == "f":
+            with _opened(name, parent, _OPEN) as fd:
+                self._digest_content(fd, path, size)
+
+    def _digest_content(self, fd: int, path: str, size: int) -> None:
+        left = size
+        while data := os.read(fd, _CHUNK):
+            left -= len(data)
+            self._digest.update(data)
+        if left != 0:
+            raise Conflict(f"{self._directory}: {path!r} changed while it was read")
+
+    def _refused(self, path: str, why: str, hint: str) -> InvalidInput:
+        return InvalidInput(f"In {self._directory}, {path!a} {why}", hint=hint)
+
+
+def _open_root(directory: Path) -> int:
+    try:
+        real = directory.resolve(strict=True)
+        fd = os.open(real, _OPEN | os.O_DIRECTORY)
+    except FileNotFoundError as error:
+        raise NotFound(f"There is no directory {directory}") from error
+    except (OSError, RuntimeError) as error:
+        raise InvalidInput(f"{directory} is not a directory that can be read") from error
+    if real == Path("/") or os.path.samestat(os.fstat(fd), Path("/").stat()):
+        os.close(fd)
+        raise InvalidInput("The host's own root cannot become an image", hint="Copy what you need to a directory")
+    return fd
+
+
+@contextmanager
+def _opened(name: str, parent: int, flags: int) -> Iterator[int]:
+    fd = os.open(name, flags, dir_fd=parent)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _owner_options() -> list[str]:
+    """Without root, the files are the caller's own and stand for root's."""
+    return [] if os.geteuid() == 0 else ["--all-root"]

@@ -1,0 +1,154 @@
+"""An image, and the manifest that describes it on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forkd.errors import SnapshotDamaged
+from forkd.host.integrity import FileSum
+from forkd.image.pieces import Piece
+
+FORMAT = 1
+MANIFEST_FILE = "manifest.json"
+ROLES = ("root", "kernel", "initrd")
+_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Image:
+    """A root file system with the kernel and the initramfs it boots with."""
+
+    id: str
+    name: str | None
+    dir: Path
+    root: Path
+    kernel: Path
+    initrd: Path
+    kernel_version: str
+    python: str
+    size: int
+    created: float
+    source: Mapping[str, Any]
+    packages: Mapping[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class FileRef:
+    """A file of a piece, and what it has to be."""
+
+    piece: str
+    name: str
+    sum: FileSum
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`files` by role."""
+
+    id: str
+    created: float
+    kernel_version: str
+    python: str
+    source: dict[str, Any]
+    packages: dict[str, str]
+    files: dict[str, FileRef]
+
+    @property
+    def pieces(self) -> set[str]:
+        return {file.piece for file in self.files.values()}
+
+    def image(self, directory: Path, pieces: Path, name: str | None) -> Image:
+        paths = {role: pieces / file.piece / file.name for role, file in self.files.items()}
+        return Image(
+            id=self.id,
+            name=name,
+            dir=directory,
+            root=paths["root"],
+            kernel=paths["kernel"],
+            initrd=paths["initrd"],
+            kernel_version=self.kernel_version,
+            python=self.python,
+            size=sum(file.sum.size for file in self.files.values()),
+            created=self.created,
+            source=self.source,
+            packages=self.packages,
+        )
+
+
+def is_image_id(text: str) -> bool:
+    return _ID.fullmatch(text) is not None
+
+
+def compose_manifest(chosen: Mapping[str, tuple[Piece, str]], source: dict[str, Any], created: float) -> Manifest:
+    """Of one piece and file name per role. The id is a digest of the content, whatever was asked for it."""
+    facts: dict[str, Any] = {}
+    for piece, _ in chosen.values():
+        facts |= piece.facts
+    files = {}
+    for role in ROLES:
+        piece, name = chosen[role]
+        files[role] = FileRef(piece.name, name, piece.files[name])
+    content = json.dumps([FORMAT, *(files[role].sum.sha256 for role in ROLES)])
+    return Manifest(
+        id=hashlib.sha256(content.encode()).hexdigest()[:32],
+        created=created,
+        kernel_version=facts["kernel_version"],
+        python=facts["python"],
+        source=source,
+        packages=facts.get("packages", {}),
+        files=files,
+    )
+
+
+def render_manifest(manifest: Manifest) -> bytes:
+    files = {
+        role: {"piece": file.piece, "file": file.name, "size": file.sum.size, "sha256": file.sum.sha256}
+        for role, file in manifest.files.items()
+    }
+    value = {
+        "format": FORMAT,
+        "id": manifest.id,
+        "created": manifest.created,
+        "kernel_version": manifest.kernel_version,
+        "python": manifest.python,
+        "source": manifest.source,
+        "files": files,
+        "packages": manifest.packages,
+    }
+    return json.dumps(value, indent=1).encode() + b"\n"
+
+
+def parse_manifest(data: bytes, where: Path) -> Manifest:
+    try:
+        value = json.loads(data)
+        if value["format"] != FORMAT:
+            raise SnapshotDamaged(
+                f"The image manifest {where} has the unknown format {value['format']}",
+                hint="Build the image again with this forkd",
+            )
+        files = {role: _parse_file(value["files"][role]) for role in ROLES}
+        return Manifest(
+            id=str(value["id"]),
+            created=float(value["created"]),
+            kernel_version=str(value["kernel_version"]),
+            python=str(value["python"]),
+            source=dict(value["source"]),
+            packages=dict(value["packages"]),
+            files=files,
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise SnapshotDamaged(f"The image manifest {where} is damaged", hint="Build the image again") from error
+
+
+def _parse_file(entry: dict[str, Any]) -> FileRef:
+    piece, name = str(entry["piece"]), str(entry["file"])
+    # They become paths, so each has to be one plain name.
+    if {piece, name} & {"", ".", ".."} or "/" in piece + name:
+        raise ValueError(f"{piece}/{name}")
+    return FileRef(piece, name, FileSum(int(entry["size"]), str(entry["sha256"])))

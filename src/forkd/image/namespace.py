@@ -1,0 +1,62 @@
+"""Tools that need root or a root of their own: run in fresh mount and pid namespaces.
+
+Mounts made there never show on the host, and the pid namespace takes every process with it when it ends, also
+those that left the process group. For a user other than root, a user namespace makes them root of their
+subordinate ids, so that files get the owners they are to have in the image.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from forkd.errors import BuildFailed, ForkdError, HostLacks
+from forkd.host.tools import find_tool, run_tool
+
+_PROBE_DEADLINE_S = 20.0
+_CLEAN_DEADLINE_S = 120.0
+
+
+def render_namespaced(argv: Sequence[str | Path], *, unshare: Path, as_root: bool) -> list[str]:
+    user = [] if as_root else ["--user", "--map-root-user", "--map-auto"]
+    return [str(unshare), *user, "--mount", "--pid", "--fork", "--kill-child=KILL", "--", *map(str, argv)]
+
+
+def run_namespaced(
+    argv: Sequence[str | Path],
+    *,
+    doing: str,
+    deadline_s: float,
+    failure: type[ForkdError] = BuildFailed,
+    on_line: Callable[[str], None] | None = None,
+    env: Mapping[str, str] | None = None,
+    disk: Path | None = None,
+) -> None:
+    command = render_namespaced(argv, unshare=find_tool("unshare"), as_root=os.geteuid() == 0)
+    run_tool(command, doing=doing, failure=failure, deadline_s=deadline_s, on_line=on_line, env=env, disk=disk)
+
+
+def check_namespaces() -> None:
+    """Raise HostLacks where this user cannot have the namespaces."""
+    if os.geteuid() != 0:
+        find_tool("newuidmap")
+    try:
+        run_namespaced(["true"], doing="Making namespaces", deadline_s=_PROBE_DEADLINE_S, failure=HostLacks)
+    except HostLacks as error:
+        hint = "Allow user namespaces and give this user a range in /etc/subuid and /etc/subgid, or run as root"
+        if os.geteuid() == 0:
+            hint = "Root needs CAP_SYS_ADMIN here; start the container with it"
+        raise HostLacks(
+            "Images are built in namespaces, and this user may not make them",
+            hint=hint,
+            details=error.details,
+        ) from error
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory whose files may belong to our subordinate ids."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        run_namespaced(["rm", "-rf", "--", path], doing=f"Removing {path}", deadline_s=_CLEAN_DEADLINE_S)

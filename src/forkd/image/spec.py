@@ -1,0 +1,89 @@
+"""What an image is asked to be: Debian packages or a directory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from forkd.errors import InvalidInput, NotFound
+
+DEFAULT_SUITE = "bookworm"
+MAX_PACKAGES = 500
+
+# Debian policy 5.6.1: lower case letters, digits, plus, minus, dot; two characters or more.
+_PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]{1,127}", re.ASCII)
+_SUITE = re.compile(r"[a-z][a-z0-9.-]{0,31}", re.ASCII)
+# Goes into a sources.list: one word, no quotes, no options in brackets.
+_MIRROR = re.compile(r"(https?|file)://[A-Za-z0-9._~:/@%+-]{1,500}", re.ASCII)
+
+_RECIPES = {"python": ("python3", "python3-numpy")}
+
+
+@dataclass(frozen=True)
+class DebianSource:
+    packages: tuple[str, ...]
+    suite: str = DEFAULT_SUITE
+    mirror: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.packages) > MAX_PACKAGES:
+            raise InvalidInput(f"{len(self.packages)} packages are more than the {MAX_PACKAGES} an image may name")
+        for package in self.packages:
+            _check(
+                _PACKAGE,
+                package,
+                "Debian package name",
+                "Use names as apt prints them, such as python3-numpy",
+            )
+        _check(_SUITE, self.suite, "Debian suite", "Use a release name such as bookworm")
+        if self.mirror is not None:
+            _check(_MIRROR, self.mirror, "mirror address", "Use http://, https:// or file:// and a path")
+        # The order of packages is no difference between two images.
+        object.__setattr__(self, "packages", tuple(sorted(set(self.packages))))
+
+
+@dataclass(frozen=True)
+class DirectorySource:
+    path: Path
+
+    def __post_init__(self) -> None:
+        if "\0" in str(self.path):
+            raise InvalidInput("The directory's path contains a null character")
+        object.__setattr__(self, "path", self.path.absolute())
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    source: DebianSource | DirectorySource
+
+
+def recipe_names() -> tuple[str, ...]:
+    return tuple(_RECIPES)
+
+
+def get_recipe(name: str) -> tuple[str, ...]:
+    """The packages of a ready-made recipe."""
+    try:
+        return _RECIPES[name]
+    except KeyError:
+        known = ", ".join(_RECIPES)
+        raise NotFound(f"There is no recipe {_shown(name)}", hint=f"Known recipes: {known}") from None
+
+
+def debian_spec(packages: Iterable[str], *, suite: str = DEFAULT_SUITE, mirror: str | None = None) -> ImageSpec:
+    return ImageSpec(DebianSource(tuple(packages), suite, mirror))
+
+
+def directory_spec(path: Path) -> ImageSpec:
+    return ImageSpec(DirectorySource(path))
+
+
+def _check(pattern: re.Pattern[str], text: str, what: str, hint: str) -> None:
+    if pattern.fullmatch(text) is None:
+        raise InvalidInput(f"{_shown(text)} is not a legal {what}", hint=hint)
+
+
+def _shown(text: str) -> str:
+    return ascii(text if len(text) <= 70 else text[:67] + "...")

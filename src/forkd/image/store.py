@@ -1,0 +1,229 @@
+"""The images of one home: build, open, list, remove.
+
+images/
+  pieces/<kind>-<key>-<nonce>/   roots, kernels, initramfs; shared between images
+  <image id>/manifest.json       which pieces an image is made of, with their digests
+  names/<name>                   holds an image id
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from forkd.errors import Conflict, HostLacks, InvalidInput, NotFound, SnapshotDamaged
+from forkd.host.files import enough_disk, locked, staged_directory, sweep_staging, write_atomic
+from forkd.host.integrity import verify_files
+from forkd.host.paths import Home
+from forkd.image.build import build_pieces, describe_source
+from forkd.image.manifest import (
+    MANIFEST_FILE,
+    Image,
+    Manifest,
+    compose_manifest,
+    is_image_id,
+    parse_manifest,
+    render_manifest,
+)
+from forkd.image.pieces import collect_pieces, sweep_pieces
+from forkd.image.progress import Progress, Silent
+from forkd.image.spec import ImageSpec
+from forkd.model.names import ImageName, parse_image_name
+
+
+class ImageStore:
+    def __init__(self, home: Home) -> None:
+        self._images = home.images
+        self._pieces = home.images / "pieces"
+        self._names = home.images / "names"
+        # Held shared by builds: pieces that no image names yet are not garbage while one runs.
+        self._building = home.images / ".building"
+        # Held while names and manifests change.
+        self._changing = home.images / ".changing"
+
+    def build(self, spec: ImageSpec, name: str, progress: Progress | None = None, *, fresh: bool = False) -> Image:
+        """Make the image, or find it made, and give it the name. `fresh` makes every piece of it anew."""
+        checked = _parse_new_name(name)
+        self._prepare()
+        with enough_disk(self._images):
+            with locked(self._building, shared=True):
+                pieces = build_pieces(spec, self._pieces, progress or Silent(), fresh=fresh)
+                manifest = compose_manifest(pieces, describe_source(spec), time.time())
+                with locked(self._changing):
+                    self._publish(manifest, checked)
+        self._collect()
+        return self._image(self._load(manifest.id), checked)
+
+    def open(self, ref: str) -> Image:
+        """The image of this name or id, its files checked."""
+        image_id, name = self._find(ref)
+        manifest = self._load(image_id)
+        for file in manifest.files.values():
+            verify_files(
+                self._pieces / file.piece,
+                {file.name: file.sum},
+                what=f"image {ref} ({self._pieces / file.piece})",
+                hint="Build it again: forkd image build --fresh",
+            )
+        return self._image(manifest, name)
+
+    def list(self) -> list[Image]:
+        """Every image, newest first, once for each of its names. Damaged ones are left out."""
+        names = self._read_names()
+        images = []
+        for image_id in self._ids():
+            try:
+                manifest = self._load(image_id)
+            except (SnapshotDamaged, NotFound):
+                continue
+            mine = [name for name, target in names.items() if target == image_id]
+            images += [self._image(manifest, name) for name in mine or (None,)]
+        return sorted(images, key=lambda image: image.created, reverse=True)
+
+    def remove(self, ref: str, in_use: Collection[str] = frozenset()) -> None:
+        """Take the name away, and with its last name the image; by id, the image with all its names.
+
+        `in_use` are the ids that snapshots were made from.
+        """
+        self._prepare()
+        with locked(self._changing):
+            image_id, name = self._find(ref)
+            names = {known for known, target in self._read_names().items() if target == image_id}
+            if name is not None and not is_image_id(ref) and names - {name}:
+                (self._names / name).unlink(missing_ok=True)
+                return
+            if image_id in in_use:
+                raise Conflict(f"The image {ref} is in use", hint="Remove the snapshots made from it first")
+            if image_id not in self._ids():
+                raise NotFound(f"There is no image {ref}", hint="See forkd image ls")
+            for known in names:
+                (self._names / known).unlink(missing_ok=True)
+            self._drop(image_id)
+        self._collect()
+
+    def prune(self, in_use: Collection[str] = frozenset()) -> tuple[str, ...]:
+        """Remove the images that have lost their name to a newer one and are not in use; returns their ids."""
+        self._prepare()
+        with locked(self._changing):
+            kept = {*in_use, *self._read_names().values()}
+            dropped = tuple(image_id for image_id in self._ids() if image_id not in kept)
+            for image_id in dropped:
+                self._drop(image_id)
+        self._collect()
+        return dropped
+
+    def _prepare(self) -> None:
+        try:
+            with enough_disk(self._images):
+                self._names.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise HostLacks(
+                f"Images cannot be kept in {self._images}: {error.strerror}",
+                hint="Set FORKD_HOME to a directory of yours",
+            ) from error
+
+    def _image(self, manifest: Manifest, name: ImageName | None) -> Image:
+        return manifest.image(self._images / manifest.id, self._pieces, name)
+
+    def _publish(self, manifest: Manifest, name: ImageName) -> None:
+        directory = self._images / manifest.id
+        try:
+            # It may name other pieces of the same content, one of them damaged by now.
+            whole = self._load(manifest.id).pieces == manifest.pieces
+        except (SnapshotDamaged, NotFound):
+            whole = False
+        if not whole:
+            with staged_directory(directory, replace=True) as staging:
+                write_atomic(staging / MANIFEST_FILE, render_manifest(manifest))
+                staging.chmod(0o755)
+        if self._read_names().get(name) != manifest.id:
+            write_atomic(self._names / name, manifest.id.encode())
+
+    def _drop(self, image_id: str) -> None:
+        # Without its manifest it is no image any more, should we be stopped half-way.
+        (self._images / image_id / MANIFEST_FILE).unlink(missing_ok=True)
+        shutil.rmtree(self._images / image_id, ignore_errors=True)
+
+    def _find(self, ref: str) -> tuple[str, ImageName | None]:
+        """The id behind a name or an id, and a name."""
+        names = self._read_names()
+        if is_image_id(ref):
+            mine = [name for name, target in names.items() if target == ref]
+            return ref, mine[0] if mine else None
+        name = parse_image_name(ref)
+        if name not in names:
+            raise NotFound(f"There is no image {name}", hint="See forkd image ls, or make it with forkd image build")
+        return names[name], name
+
+    def _load(self, image_id: str) -> Manifest:
+        where = self._images / image_id / MANIFEST_FILE
+        try:
+            data = where.read_bytes()
+        except FileNotFoundError as error:
+            raise NotFound(f"There is no image {image_id}", hint="See forkd image ls") from error
+        return parse_manifest(data, where)
+
+    def _ids(self) -> Iterator[str]:
+        if self._images.is_dir():
+            yield from (path.name for path in self._images.iterdir() if is_image_id(path.name))
+
+    def _read_names(self) -> dict[ImageName, str]:
+        if not self._names.is_dir():
+            return {}
+        names = {}
+        for path in sorted(self._names.iterdir()):
+            # Names being written have a leading dot.
+            if not path.name.startswith("."):
+                try:
+                    names[ImageName(path.name)] = path.read_text().strip()
+                except FileNotFoundError:
+                    continue
+        return names
+
+    def _collect(self) -> None:
+        """Remove pieces no image names, unless someone is building."""
+        with _locked_if_free(self._building) as free:
+            if not free:
+                return
+            sweep_staging(self._images)
+            sweep_pieces(self._pieces)
+            try:
+                named = self._named_pieces()
+            except SnapshotDamaged:
+                # What a damaged manifest names is unknown, and may be all that is left to repair it with.
+                return
+            collect_pieces(self._pieces, named)
+
+    def _named_pieces(self) -> set[str]:
+        named: set[str] = set()
+        for image_id in self._ids():
+            try:
+                named |= self._load(image_id).pieces
+            except NotFound:
+                continue
+        return named
+
+
+def _parse_new_name(text: str) -> ImageName:
+    name = parse_image_name(text)
+    if is_image_id(name):
+        raise InvalidInput(f"{name} looks like an image id", hint="Choose a name that is not 32 hexadecimal digits")
+    return name
+
+
+@contextmanager
+def _locked_if_free(path: Path) -> Iterator[bool]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+    else:
+        yield True
+    finally:
+        os.close(fd)

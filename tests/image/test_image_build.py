@@ -1,0 +1,218 @@
+"""Real builds: mmdebstrap, the package archive, mkfs.erofs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from image_cases import NOTHING, Heard, list_leftovers, make_python
+
+from forkd.errors import BuildFailed, HostLacks, InvalidInput, NoCapacity
+from forkd.host import tools
+from forkd.host.paths import Home
+from forkd.image import Image, ImageStore, debian_spec, directory_spec, get_recipe
+from forkd.image.kernel import read_index
+from forkd.image.modules import BOOT_MODULES, load_order
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+build = pytest.mark.build
+
+_CHILD = """
+import sys
+from pathlib import Path
+from forkd.host.paths import Home
+from forkd.image import ImageStore, debian_spec
+class Printed:
+    def stage(self, text): print(text, flush=True)
+    def line(self, text): print(text, flush=True)
+home = Path(sys.argv[1])
+ImageStore(Home(home, home)).build(debian_spec(["python3"]), "interrupted", Printed())
+"""
+
+
+@contextmanager
+def small_disk(path: Path, size: str) -> Iterator[Home]:
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], check=True)
+    try:
+        yield Home(path / "home", path / "run")
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+@contextmanager
+def mounted_read_only(root: Path, where: Path) -> Iterator[Path]:
+    where.mkdir()
+    subprocess.run(["mount", "-o", "loop,ro", str(root), str(where)], check=True)
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", str(where)], check=True)
+
+
+def wait_for_no_processes(where: Path) -> None:
+    until = time.monotonic() + 10
+    while list_leftovers(where)["processes"] and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+@build
+@pytest.mark.timeout(900)
+def test_the_python_recipe_builds(python_image: Image, built_home: Home) -> None:
+    assert python_image.python == "/usr/bin/python3"
+    assert python_image.kernel_version.endswith("-cloud-amd64")
+    assert {"python3", "python3-numpy", "libc6", "apt"} <= set(python_image.packages)
+    assert ImageStore(built_home).open("python") == python_image
+
+
+@build
+def test_a_second_build_is_found_in_milliseconds_without_tools(
+    python_image: Image, built_home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a tool was run")
+
+    store = ImageStore(built_home)
+    # Once more by this agent's sources: whoever works on them may have changed them since the session began.
+    first = store.build(debian_spec(get_recipe("python")), "python")
+    monkeypatch.setattr(tools.subprocess, "Popen", refuse)
+    started = time.monotonic()
+    again = store.build(debian_spec(reversed(get_recipe("python"))), "python")
+    assert again == first
+    assert again.root == python_image.root
+    assert time.monotonic() - started < 0.5
+
+
+@build
+def test_the_real_kernel_has_all_modules_the_guest_boots_with(python_image: Image) -> None:
+    order = load_order(BOOT_MODULES, read_index(python_image.kernel.parent))
+    assert {"virtio_pci", "virtio_blk", "virtio_console", "erofs", "overlay", "virtio_ring"} <= set(order)
+    assert order.index("virtio_ring") < order.index("virtio_blk")
+
+
+@build
+def test_modules_for_later_are_there_too(python_image: Image) -> None:
+    assert load_order(["kvm_amd", "tun"], read_index(python_image.kernel.parent)) == [
+        "irqbypass",
+        "kvm",
+        "kvm_amd",
+        "tun",
+    ]
+
+
+@build
+@as_root
+def test_the_root_carries_nothing_of_this_host_and_nothing_of_the_build(python_image: Image, tmp_path: Path) -> None:
+    with mounted_read_only(python_image.root, tmp_path / "view") as root:
+        assert (root / "etc/hostname").read_text() == "localhost\n"
+        assert (root / "etc/machine-id").read_text() == ""
+        assert (root / "etc/resolv.conf").read_text() == ""
+        for name in ("dev", "proc", "run", "sys", "tmp", "var/lib/apt/lists", "var/cache/apt"):
+            assert list((root / name).iterdir()) == []
+        assert not (root / "usr/sbin/policy-rc.d").exists()
+        assert not (root / "usr/sbin/start-stop-daemon.REAL").exists()
+        assert list((root / "usr/share/man").glob("man*/*")) == []
+        assert (root / "usr/bin/su").stat().st_mode & 0o7777 == 0o4755
+        assert (root / "usr/bin/su").stat().st_uid == 0
+        assert (root / "tmp").stat().st_mode & 0o7777 == 0o1777
+
+
+@build
+@as_root
+def test_compiled_python_is_kept_and_fits_its_source(python_image: Image, tmp_path: Path) -> None:
+    with mounted_read_only(python_image.root, tmp_path / "view") as root:
+        source = next(root.glob("usr/lib/python3.*/os.py"))
+        compiled = next((source.parent / "__pycache__").glob("os.cpython-*.pyc")).read_bytes()
+        assert int.from_bytes(compiled[4:8], "little") == 0, "checked by hash, which is slow"
+        assert int.from_bytes(compiled[8:12], "little") == int(source.stat().st_mtime)
+
+
+@build
+def test_an_unknown_package_fails_with_the_tools_words(home: Home, heard: Heard) -> None:
+    with pytest.raises(BuildFailed) as caught:
+        ImageStore(home).build(debian_spec(["python3", "no-such-package-anywhere"]), "x", heard)
+    assert "no-such-package-anywhere" in (caught.value.details or "")
+    assert list_leftovers(home.root) == NOTHING
+    assert ImageStore(home).list() == []
+
+
+def test_an_archive_that_cannot_be_reached_fails_with_the_tools_words(home: Home) -> None:
+    with pytest.raises(BuildFailed) as caught:
+        ImageStore(home).build(debian_spec(["python3"], mirror="http://127.0.0.1:9/debian"), "x")
+    assert "127.0.0.1" in (caught.value.details or "")
+    assert list_leftovers(home.root) == NOTHING
+
+
+@build
+def test_an_image_without_python_is_refused(home: Home) -> None:
+    with pytest.raises(InvalidInput, match="no Python") as caught:
+        ImageStore(home).build(debian_spec([]), "x")
+    assert caught.value.hint is not None and "python3" in caught.value.hint
+    assert list_leftovers(home.root) == NOTHING
+
+
+@pytest.mark.parametrize("tool", ["mmdebstrap", "mkfs.erofs"])
+def test_a_missing_tool_is_said_before_anything_is_fetched(
+    home: Home, tool: str, monkeypatch: pytest.MonkeyPatch, heard: Heard
+) -> None:
+    found = tools.shutil.which
+    monkeypatch.setattr(tools.shutil, "which", lambda name, path=None: None if name == tool else found(name, path=path))
+    with pytest.raises(HostLacks, match=tool):
+        ImageStore(home).build(debian_spec(["python3"]), "x", heard)
+    assert heard.lines == []
+
+
+@as_root
+@pytest.mark.usefixtures("small_kernel")
+def test_a_full_disk_while_packing_is_no_capacity(tmp_path: Path) -> None:
+    make_python(tmp_path / "root")
+    (tmp_path / "root/large").write_bytes(os.urandom(8 << 20))
+    with small_disk(tmp_path / "disk", "4m") as home:
+        with pytest.raises(NoCapacity):
+            ImageStore(home).build(directory_spec(tmp_path / "root"), "x")
+        assert list_leftovers(home.root) == NOTHING
+
+
+@build
+@as_root
+@pytest.mark.parametrize("size", ["30m", "150m", "260m"])
+def test_a_full_disk_while_installing_is_no_capacity(tmp_path: Path, size: str) -> None:
+    with small_disk(tmp_path / "disk", size) as home:
+        with pytest.raises(NoCapacity):
+            ImageStore(home).build(debian_spec(["python3"]), "x")
+        assert list_leftovers(home.root) == NOTHING
+        assert ImageStore(home).list() == []
+
+
+@build
+@pytest.mark.parametrize("moment", ["downloading packages", "installing essential", "--customize-hook"])
+@pytest.mark.parametrize("with_signal", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_build_leaves_nothing(tmp_path: Path, moment: str, with_signal: signal.Signals) -> None:
+    home = tmp_path / "home"
+    process = subprocess.Popen(
+        [sys.executable, "-c", _CHILD, str(home)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        for line in process.stdout:
+            if moment in line:
+                break
+        time.sleep(0.3)
+        process.send_signal(with_signal)
+        process.wait(timeout=30)
+    wait_for_no_processes(home)
+    left = list_leftovers(home)
+    assert (left["processes"], left["mounts"]) == ([], [])
+    if with_signal == signal.SIGINT:
+        assert left["staging"] == []
+    store = ImageStore(Home(home, home))
+    assert store.list() == []
+    store.prune()
+    assert list_leftovers(home) == NOTHING

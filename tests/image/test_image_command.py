@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forkd.cli.image import add_parser, parse_request, render_age, render_size
+from forkd.errors import Conflict, InvalidInput, NotFound
+from forkd.image import ImageStore, debian_spec, directory_spec
+from forkd.store.snapshots import SnapshotStore
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="forkd")
+    add_parser(parser.add_subparsers(required=True))
+    return parser.parse_args(["image", *argv])
+
+
+def run(*argv: str) -> int:
+    args = parse(*argv)
+    status = args.func(args)
+    assert isinstance(status, int)
+    return status
+
+
+@pytest.fixture
+def at_home(home: Any, monkeypatch: pytest.MonkeyPatch, small_kernel: list[str]) -> ImageStore:
+    monkeypatch.setenv("FORKD_HOME", str(home.root))
+    monkeypatch.setenv("FORKD_RUNTIME_DIR", "/tmp/forkd-test")
+    return ImageStore(home)
+
+
+def test_without_words_the_python_recipe_is_built() -> None:
+    spec = debian_spec(["python3", "python3-numpy"])
+    assert parse_request(parse("build")) == (spec, "python")
+    assert parse_request(parse("build", "python", "--name", "mine")) == (spec, "mine")
+
+
+def test_packages_come_on_top_of_a_recipe_or_alone() -> None:
+    assert parse_request(parse("build", "python", "-p", "curl")) == (
+        debian_spec(["python3", "python3-numpy", "curl"]),
+        "python",
+    )
+    alone = parse_request(parse("build", "-p", "python3", "-p", "curl", "--name", "web", "--suite", "trixie"))
+    assert alone == (debian_spec(["python3", "curl"], suite="trixie"), "web")
+
+
+def test_a_directory_is_built_under_the_name_given(tmp_path: Path) -> None:
+    asked = parse("build", "--from-directory", str(tmp_path), "--name", "mine")
+    assert parse_request(asked) == (directory_spec(tmp_path), "mine")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["-p", "curl"],
+        ["--from-directory", "x"],
+        ["--from-directory", "x", "--name", "y", "-p", "curl"],
+        ["python", "--from-directory", "x", "--name", "y"],
+        ["--from-directory", "x", "--name", "y", "--suite", "trixie"],
+    ],
+)
+def test_requests_that_make_no_sense_are_refused(argv: list[str]) -> None:
+    with pytest.raises(InvalidInput):
+        parse_request(parse("build", *argv))
+
+
+def test_an_image_is_built_listed_inspected_and_removed(
+    at_home: ImageStore, root_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("build", "--from-directory", str(root_directory), "--name", "mine", "--json") == 0
+    out = capsys.readouterr().out
+    built = json.loads(out)
+    assert built["name"] == "mine"
+
+    assert run("ls", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == [built]
+    assert run("ls") == 0
+    table = capsys.readouterr().out
+    assert "mine" in table and built["id"] in table
+
+    assert run("inspect", built["id"], "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {**built, "installed": {}}
+    assert run("inspect", "mine") == 0
+    assert built["root"] in capsys.readouterr().out
+
+    assert run("rm", "mine") == 0
+    assert capsys.readouterr().out == ""
+    assert at_home.list() == []
+
+
+def test_progress_goes_to_standard_error_only(
+    at_home: ImageStore, root_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("build", "--from-directory", str(root_directory), "--name", "mine")
+    shown = capsys.readouterr()
+    assert "Packing" in shown.err
+    assert "Packing" not in shown.out
+    assert len(shown.out.splitlines()) == 1
+
+
+def test_what_does_not_exist_is_not_found(at_home: ImageStore) -> None:
+    with pytest.raises(NotFound):
+        run("rm", "absent")
+    with pytest.raises(NotFound):
+        run("inspect", "absent")
+
+
+def test_an_image_a_snapshot_was_made_from_stays(
+    at_home: ImageStore, root_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = at_home.build(directory_spec(root_directory), "mine")
+    monkeypatch.setattr(SnapshotStore, "images_in_use", lambda self: frozenset({image.id}))
+    with pytest.raises(Conflict):
+        run("rm", "mine")
+    assert run("prune", "--json") == 0
+    at_home.open("mine")
+
+
+def test_sizes_and_ages_are_short() -> None:
+    assert render_size(3 << 20) == "3.0 MiB"
+    assert [render_age(age) for age in (-1, 5, 65, 7300, 200_000)] == ["0s", "5s", "1m", "2h", "2d"]

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from image_cases import Heard, make_python
+
+from forkd.errors import Conflict, InvalidInput, NotFound
+from forkd.image.directory import build_directory_root, scan_directory
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+def digest(directory: Path) -> str:
+    return scan_directory(directory).digest
+
+
+def test_the_same_content_elsewhere_has_the_same_digest(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        make_python(tmp_path / name)
+    (tmp_path / "two/usr").touch()
+    assert digest(tmp_path / "one") == digest(tmp_path / "two")
+
+
+def test_whatever_counts_changes_the_digest(root_directory: Path) -> None:
+    seen = {digest(root_directory)}
+    issue = root_directory / "etc/issue"
+
+    def expect_change() -> None:
+        seen.add(digest(root_directory))
+        expected[0] += 1
+        assert len(seen) == expected[0]
+
+    expected = [1]
+    issue.write_text("jello\n")
+    expect_change()
+    issue.chmod(0o600)
+    expect_change()
+    issue.rename(issue.with_name("issue.net"))
+    expect_change()
+    (root_directory / "etc/link").symlink_to("issue")
+    expect_change()
+    (root_directory / "etc/link").unlink()
+    (root_directory / "etc/link").symlink_to("issue.net")
+    expect_change()
+    (root_directory / "etc/empty").mkdir()
+    expect_change()
+    if os.geteuid() == 0:
+        os.chown(root_directory / "etc/empty", 7, 7)
+        expect_change()
+
+
+def test_content_and_name_cannot_be_traded_for_each_other(tmp_path: Path) -> None:
+    for name, inner, content in (("one", "ab", "c"), ("two", "a", "bc")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / inner).write_text(content)
+    assert digest(tmp_path / "one") != digest(tmp_path / "two")
+
+
+def test_what_the_guest_mounts_over_does_not_count(root_directory: Path) -> None:
+    for name in ("dev", "proc", "run", "sys", "tmp"):
+        (root_directory / name).mkdir()
+    before = digest(root_directory)
+    (root_directory / "run/pid").write_text("1")
+    assert digest(root_directory) == before
+
+
+def test_links_are_never_followed(root_directory: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (root_directory / "out").symlink_to(outside)
+    before = digest(root_directory)
+    (outside / "secret").write_text("x")
+    assert digest(root_directory) == before
+    assert "out/secret" not in scan_directory(root_directory).tree
+
+
+def test_names_in_any_encoding_are_taken(root_directory: Path) -> None:
+    os.close(os.open(os.fsencode(root_directory) + b"/\xff\n\xfe", os.O_CREAT, 0o644))
+    assert "\udcff\n\udcfe" in scan_directory(root_directory).tree
+
+
+@pytest.mark.parametrize("path", ["/", "/..", "/proc/self/root", "/etc/../"])
+def test_the_hosts_root_is_refused(path: str) -> None:
+    with pytest.raises(InvalidInput, match="root"):
+        scan_directory(Path(path))
+
+
+def test_a_directory_that_is_not_there_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(NotFound):
+        scan_directory(tmp_path / "absent")
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidInput, match="not a directory"):
+        scan_directory(tmp_path / "file")
+
+
+def test_a_link_in_a_circle_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(InvalidInput, match="not a directory"):
+        scan_directory(tmp_path / "loop")
+
+
+def test_a_name_too_long_for_any_file_system_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput):
+        scan_directory(tmp_path / ("x" * 300))
+
+
+def test_sockets_and_pipes_are_refused_by_name(root_directory: Path) -> None:
+    os.mkfifo(root_directory / "etc/pipe")
+    with pytest.raises(InvalidInput, match="etc/pipe"):
+        scan_directory(root_directory)
+    (root_directory / "etc/pipe").unlink()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(root_directory / "etc/sock"))
+        with pytest.raises(InvalidInput, match="etc/sock"):
+            scan_directory(root_directory)
+
+
+@as_root
+def test_devices_are_refused_but_not_those_below_dev(root_directory: Path) -> None:
+    (root_directory / "dev").mkdir()
+    os.mknod(root_directory / "dev/null", 0o20666, os.makedev(1, 3))
+    scan_directory(root_directory)
+    os.mknod(root_directory / "etc/disk", 0o60600, os.makedev(254, 0))
+    with pytest.raises(InvalidInput, match="etc/disk"):
+        scan_directory(root_directory)
+
+
+@as_root
+def test_another_file_system_mounted_inside_is_refused(root_directory: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(root_directory / "etc")], check=True)
+    try:
+        with pytest.raises(InvalidInput, match="another file system"):
+            scan_directory(root_directory)
+    finally:
+        subprocess.run(["umount", str(root_directory / "etc")], check=True)
+
+
+def test_the_same_directory_packs_to_the_same_bytes(root_directory: Path, tmp_path: Path) -> None:
+    packed = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        build_directory_root(root_directory, scan_directory(root_directory), tmp_path / name, Heard())
+        packed.append((tmp_path / name / "root.erofs").read_bytes())
+    assert packed[0] == packed[1]
+
+
+def test_a_directory_that_changes_while_it_is_packed_is_refused(root_directory: Path, tmp_path: Path) -> None:
+    scan = scan_directory(root_directory)
+    (root_directory / "etc/issue").write_text("later\n")
+    with pytest.raises(Conflict, match="changed while it was read"):
+        build_directory_root(root_directory, scan, tmp_path, Heard())
