@@ -1,0 +1,136 @@
+"""The seam between forkd and what runs the VM. Every engine, the fake included, passes tests/engines."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import re
+import signal
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from forkd.host.memory import start_time_ticks
+from forkd.host.process import ChildProcess
+from forkd.model.machine import MachineSpec
+
+CONSOLE_TAIL_BYTES = 4096
+PID_FILE = "pid"
+
+# Cursor movements, colours, resets: firmware and guests may write them, our reader's terminal must not obey them.
+_ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[ -~])")
+
+
+@dataclass(frozen=True)
+class BootSpec:
+    """What a VM is made of: its shape, the kernel and initramfs it boots, its read-only root."""
+
+    machine: MachineSpec
+    kernel: Path
+    initrd: Path
+    root: Path
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A frozen VM on disk. `platform` is what the engine needs to find again to run it."""
+
+    directory: Path
+    boot: BootSpec
+    platform: Mapping[str, str]
+
+
+class ExitReason(enum.Enum):
+    KILLED = "killed"  # forkd ended it
+    POWERED_OFF = "powered off"  # the guest shut down
+    PANICKED = "kernel panic"
+    CRASHED = "crashed"  # the VMM died without being asked
+
+
+@dataclass(frozen=True)
+class Death:
+    reason: ExitReason
+    status: str
+    vmm_output: str = ""  # what the VMM itself printed, at its end
+
+
+@dataclass
+class Phases:
+    """When each step of a fork was over, in seconds of the monotonic clock."""
+
+    begun: float
+    steps: dict[str, float] = field(default_factory=dict)
+
+    def mark(self, step: str, at: float) -> None:
+        self.steps[step] = at
+
+
+class Machine(Protocol):
+    """One VM and the process it lives in."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def phases(self) -> Phases: ...
+
+    @property
+    def death(self) -> asyncio.Future[Death]:
+        """Set once, when the VM is gone for whatever reason."""
+
+    def take_channel(self) -> socket.socket:
+        """The connected stream to the agent. Bytes may be written before the guest runs."""
+
+    async def running(self) -> None:
+        """Wait until the VMM has loaded everything and the guest executes; raises when it cannot."""
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def kill(self) -> None:
+        """End it and release all it held. Safe to repeat, cannot be cancelled half-way."""
+
+    def console_tail(self) -> str:
+        """The last lines the guest wrote to its console."""
+
+
+class Engine(Protocol):
+    name: str
+    isolation: str
+
+    async def boot(self, spec: BootSpec, directory: Path, memory_in: Path) -> Machine:
+        """Start a VM from its kernel; files of its memory are made in `memory_in`."""
+
+    async def freeze(self, machine: Machine, into: Path) -> Mapping[str, str]:
+        """Stop a booted VM for good, complete `into` (its `memory_in`) and return the platform it needs."""
+
+    def check(self, frozen: Frozen) -> None:
+        """Raise SnapshotIncompatible when this host cannot run what was frozen elsewhere."""
+
+    async def fork(self, frozen: Frozen, directory: Path) -> Machine:
+        """Start one child. The caller bounds how many start at once."""
+
+
+def tail_of(path: Path) -> str:
+    """The end of a console log, made safe to print on a terminal."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - CONSOLE_TAIL_BYTES))
+            data = file.read(CONSOLE_TAIL_BYTES)
+    except FileNotFoundError:
+        return ""
+    text = _ESCAPES.sub("", data.decode("utf-8", "replace").replace("\r", ""))
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
+def record_pid(directory: Path, process: ChildProcess) -> None:
+    """Let a later forkd end this VM if we are killed before we can. A VM that cannot be recorded does not live."""
+    try:
+        (directory / PID_FILE).write_text(f"{process.pid} {start_time_ticks(process.pid)}")
+    except BaseException:
+        process.send_signal(signal.SIGKILL)
+        raise

@@ -1,0 +1,96 @@
+"""QMP, by the official client: what we ask of a running QEMU, with deadlines and typed errors."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from typing import Any
+
+from qemu.qmp import EventListener, ExecuteError, QMPClient, QMPError
+
+from forkd.errors import EngineFailed
+
+START_DEADLINE_S = 60.0
+COMMAND_DEADLINE_S = 20.0
+MIGRATION_DEADLINE_S = 60.0
+
+# The client logs every broken connection itself; a VM we kill is not news.
+logging.getLogger("qemu.qmp").setLevel(logging.CRITICAL)
+
+_CAPABILITIES = [
+    {"capability": "x-ignore-shared", "state": True},
+    {"capability": "events", "state": True},
+]
+
+
+class Monitor:
+    def __init__(self, name: str) -> None:
+        self._client = QMPClient(name)
+        self._migration = EventListener(names=("MIGRATION",))
+        self._client.register_listener(self._migration)
+
+    async def connect(self, sock: socket.socket) -> None:
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                await self._client.connect(sock)
+        except (QMPError, TimeoutError, OSError) as error:
+            raise EngineFailed("QEMU did not open its monitor") from error
+
+    async def close(self) -> None:
+        try:
+            async with asyncio.timeout(COMMAND_DEADLINE_S):
+                await self._client.disconnect()
+        except (QMPError, TimeoutError, OSError, EOFError):
+            pass  # the other end is dead or dying; nothing of ours stays open
+
+    async def execute(self, command: str, arguments: dict[str, Any] | None = None) -> Any:
+        try:
+            async with asyncio.timeout(COMMAND_DEADLINE_S):
+                return await self._client.execute(command, arguments)
+        except ExecuteError as error:
+            raise EngineFailed(f"QEMU refused {command}: {error.error.error.desc}") from error
+        except (QMPError, TimeoutError, OSError) as error:
+            raise EngineFailed(f"QEMU did not answer {command}") from error
+
+    async def load_state(self, fd: int) -> None:
+        """Read device state from an inherited descriptor; returns when the guest may run."""
+        await self.execute("migrate-set-capabilities", {"capabilities": _CAPABILITIES})
+        await self.execute("migrate-incoming", {"uri": f"fd:{fd}"})
+        await self._migrated()
+
+    async def save_state(self, fd: int) -> None:
+        """Write device state, not memory, to `fd`."""
+        await self.execute("migrate-set-capabilities", {"capabilities": _CAPABILITIES})
+        self._client.send_fd_scm(fd)
+        await self.execute("getfd", {"fdname": "state"})
+        await self.execute("migrate", {"uri": "fd:state"})
+        await self._migrated()
+
+    async def _migrated(self) -> None:
+        try:
+            async with asyncio.timeout(MIGRATION_DEADLINE_S):
+                async for event in self._migration:
+                    data = event["data"]
+                    status = data.get("status") if isinstance(data, dict) else None
+                    if status == "completed":
+                        return
+                    if status in ("failed", "cancelled"):
+                        raise EngineFailed(f"QEMU reports that the device state was {status}")
+        except TimeoutError as error:
+            raise EngineFailed("QEMU did not finish with the device state") from error
+
+
+def listening_socket(path: str) -> socket.socket:
+    """A unix socket QEMU inherits already listening, so that nobody has to wait for it to appear."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    sock.bind(path)
+    sock.listen(1)
+    return sock
+
+
+def connected_socket(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    sock.connect(path)
+    sock.setblocking(False)
+    return sock

@@ -1,0 +1,66 @@
+"""One frozen parent per engine, made once: what every contract test forks from."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_cases import Case
+
+from forkd.engines.base import BootSpec, Engine, Frozen
+from forkd.host.kvm_probe import probe_kvm
+from forkd.image import Image
+from forkd.model.machine import MachineSpec
+from forkd.runtime.engines import FakeEngine, QemuEngine
+from forkd.runtime.warmup import Warmup, booted, warm_up
+
+PAST = "import random\npast = 41\nhooked = []\n"
+
+
+def _make_engine(name: str) -> Engine:
+    return FakeEngine() if name == "fake" else QemuEngine("kvm" if probe_kvm().usable else "tcg")
+
+
+async def _freeze(engine: Engine, spec: BootSpec, run: Path, into: Path, warm: str) -> Frozen:
+    async with booted(engine, spec, run / "parent", into) as (machine, agent):
+        await warm_up(agent, Warmup(warm))
+        await agent.prepare_freeze()
+        platform = await engine.freeze(machine, into)
+    return Frozen(into, spec, platform)
+
+
+@pytest.fixture
+def run_directory() -> Iterator[Path]:
+    """Short, as sockets live in it; empty at the end, or the engine left something."""
+    with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as path:
+        yield Path(path)
+        assert list(Path(path).iterdir()) == []
+
+
+@pytest.fixture(scope="session")
+def frozen_qemu(python_image: Image, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    engine = _make_engine("qemu")
+    spec = BootSpec(MachineSpec(256, 1), python_image.kernel, python_image.initrd, python_image.root)
+    with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as run:
+        warm = PAST + "import numpy\n"
+        into = tmp_path_factory.mktemp("qemu")
+        return Case(engine, asyncio.run(_freeze(engine, spec, Path(run), into, warm)))
+
+
+@pytest.fixture(scope="session")
+def frozen_fake(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    engine = _make_engine("fake")
+    nowhere = Path("/nonexistent")
+    spec = BootSpec(MachineSpec(256, 1), nowhere, nowhere, nowhere)
+    with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as run:
+        return Case(engine, asyncio.run(_freeze(engine, spec, Path(run), tmp_path_factory.mktemp("fake"), PAST)))
+
+
+@pytest.fixture(params=["fake", pytest.param("qemu", marks=pytest.mark.vm)])
+def case(request: pytest.FixtureRequest) -> Case:
+    found = request.getfixturevalue(f"frozen_{request.param}")
+    assert isinstance(found, Case)
+    return found

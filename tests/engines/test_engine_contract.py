@@ -1,0 +1,151 @@
+"""What every engine keeps: the same tests run over the fake and over real VMs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_cases import Case
+
+from forkd.engines.base import ExitReason
+from forkd.errors import ContractBroken, GuestDied, GuestTimeout, SnapshotIncompatible
+from forkd.runtime.sandbox import Sandbox
+from forkd.runtime.spawn import fork_children, fork_one, kill_all
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def test_a_child_goes_on_where_its_parent_was_frozen(case: Case, run_directory: Path) -> None:
+    async def body() -> None:
+        child = await fork_one(case.engine, case.frozen, run_directory)
+        try:
+            assert (await child.agent.eval("past + 1")).value == 42
+        finally:
+            await child.kill()
+
+    asyncio.run(body())
+
+
+def test_children_share_nothing_they_write(case: Case, run_directory: Path) -> None:
+    async def body() -> None:
+        children = await fork_children(case.engine, case.frozen, 4, run_directory)
+        try:
+            for number, child in enumerate(children):
+                await child.agent.eval(f"past = {number}")
+            assert [(await child.agent.eval("past")).value for child in children] == [0, 1, 2, 3]
+        finally:
+            await kill_all(children)
+
+    asyncio.run(body())
+
+
+def test_children_repeat_no_randomness(case: Case, run_directory: Path) -> None:
+    async def body() -> None:
+        children = await fork_children(case.engine, case.frozen, 4, run_directory)
+        try:
+            drawn = [(await child.agent.eval("random.getrandbits(64)")).value for child in children]
+            assert len(set(drawn)) == 4
+            assert len({child.proof.urandom for child in children}) == 4
+            assert len({child.proof.machine_id for child in children}) == 4
+        finally:
+            await kill_all(children)
+
+    asyncio.run(body())
+
+
+def test_a_paused_machine_is_silent_until_it_is_resumed(case: Case, run_directory: Path) -> None:
+    async def body() -> None:
+        child = await fork_one(case.engine, case.frozen, run_directory)
+        try:
+            await child.machine.pause()
+            with pytest.raises(GuestTimeout):
+                await child.agent.ping(deadline_s=0.5)
+            await child.machine.resume()
+            await child.agent.ping()
+        finally:
+            await child.kill()
+
+    asyncio.run(body())
+
+
+def test_killing_ends_the_process_and_can_be_repeated(case: Case, run_directory: Path) -> None:
+    async def body() -> None:
+        child = await fork_one(case.engine, case.frozen, run_directory)
+        pid = child.machine.pid
+        await child.kill()
+        await child.kill()
+        assert (await child.machine.death).reason is ExitReason.KILLED
+        assert not Path(f"/proc/{pid}").exists()
+        assert list(run_directory.iterdir()) == []
+
+    asyncio.run(body())
+
+
+def test_a_vmm_killed_from_outside_has_crashed(case: Case, run_directory: Path) -> None:
+    async def body() -> None:
+        child = await fork_one(case.engine, case.frozen, run_directory)
+        try:
+            os.kill(child.machine.pid, signal.SIGKILL)
+            death = await asyncio.wait_for(asyncio.shield(child.machine.death), 10)
+            assert death.reason is ExitReason.CRASHED
+            assert "SIGKILL" in death.status
+        finally:
+            await child.kill()
+
+    asyncio.run(body())
+
+
+def test_a_child_whose_vmm_dies_at_its_start_is_an_error_with_the_reason(case: Case, run_directory: Path) -> None:
+    async def body() -> None:
+        async def kill_it() -> None:
+            while not list(run_directory.glob("*/pid")):
+                await asyncio.sleep(0.001)
+            pid = next(iter(run_directory.glob("*/pid"))).read_text().split()[0]
+            os.kill(int(pid), signal.SIGKILL)
+
+        killer = asyncio.create_task(kill_it())
+        with pytest.raises(GuestDied, match="crashed"):
+            await fork_one(case.engine, case.frozen, run_directory)
+        await killer
+
+    asyncio.run(body())
+
+
+def test_one_failing_child_takes_its_siblings_with_it(case: Case, run_directory: Path) -> None:
+    seen: list[Sandbox] = []
+
+    async def spoil(sandbox: Sandbox) -> None:
+        seen.append(sandbox)
+        if len(seen) == 3:
+            raise ContractBroken("made up")
+
+    async def body() -> None:
+        with pytest.raises(ContractBroken, match="made up"):
+            await fork_children(case.engine, case.frozen, 4, run_directory, after=spoil)
+        assert all(sandbox.machine.death.done() for sandbox in seen)
+
+    asyncio.run(body())
+
+
+def test_a_cancelled_fork_leaves_no_child(case: Case, run_directory: Path) -> None:
+    async def body() -> None:
+        forking = asyncio.create_task(fork_children(case.engine, case.frozen, 6, run_directory))
+        while len(list(run_directory.iterdir())) < 3:
+            await asyncio.sleep(0.005)
+        forking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await forking
+
+    asyncio.run(body())
+
+
+def test_what_was_frozen_on_another_platform_is_refused_and_named(case: Case) -> None:
+    key = next(iter(case.frozen.platform))
+    foreign = replace(case.frozen, platform={**case.frozen.platform, key: "something else"})
+    with pytest.raises(SnapshotIncompatible, match=f"{key} something else"):
+        case.engine.check(foreign)
+    case.engine.check(case.frozen)

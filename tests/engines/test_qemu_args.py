@@ -1,0 +1,118 @@
+"""What QEMU is told, and what is read off it. Pure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from forkd.engines.base import BootSpec, ExitReason, tail_of
+from forkd.engines.qemu.args import Ram, Seat, render_args
+from forkd.engines.qemu.binary import Binary, parse_cpu, parse_version, render_platform
+from forkd.engines.qemu.machine import parse_exit
+from forkd.errors import HostLacks
+from forkd.host.process import ExitStatus
+from forkd.model.machine import MachineSpec
+
+SPEC = BootSpec(MachineSpec(256, 2), Path("/k/vmlinuz"), Path("/k/initrd"), Path("/i/root,1.erofs"))
+SEAT = Seat("sb-1", Path("/run/x/console.log"), 7, 8)
+
+
+def after(args: list[str], option: str) -> str:
+    return args[args.index(option) + 1]
+
+
+def parent(accelerator: str = "tcg") -> list[str]:
+    return render_args("qemu", accelerator, SPEC, SEAT, Ram(Path("/m/memory"), shared=True), incoming=False)
+
+
+def child(accelerator: str = "tcg") -> list[str]:
+    return render_args("qemu", accelerator, SPEC, SEAT, Ram(Path("/m/memory"), shared=False), incoming=True)
+
+
+def test_a_parent_writes_through_to_its_memory_file_and_boots_a_kernel() -> None:
+    args = parent()
+    assert "share=on" in after(args, "-object")
+    assert (after(args, "-kernel"), after(args, "-initrd")) == ("/k/vmlinuz", "/k/initrd")
+    assert "-incoming" not in args
+
+
+def test_a_child_maps_the_memory_privately_and_boots_nothing() -> None:
+    args = child()
+    assert "share=off" in after(args, "-object")
+    assert after(args, "-incoming") == "defer"
+    assert "-kernel" not in args and "-initrd" not in args
+
+
+def test_parent_and_child_are_the_same_machine() -> None:
+    different = {"-object", "-kernel", "-initrd", "-append", "-incoming"}
+    machines = []
+    for args in (parent(), child()):
+        machines.append([a for a, before in zip(args, ["", *args[:-1]], strict=True) if not {a, before} & different])
+    assert machines[0] == machines[1]
+
+
+def test_the_image_is_never_writable_and_its_name_cannot_add_options() -> None:
+    drive = after(parent(), "-drive")
+    assert "readonly=on" in drive
+    assert "file=/i/root,,1.erofs," in drive
+
+
+def test_nothing_of_the_user_or_of_defaults_gets_in_and_qemu_is_confined() -> None:
+    args = child()
+    assert {"-nodefaults", "-no-user-config", "-no-reboot"} <= set(args)
+    assert "spawn=deny" in after(args, "-sandbox")
+    assert "-net" not in args and "-nic" not in args
+
+
+def test_the_accelerator_decides_the_cpu_and_the_kernels_mitigations() -> None:
+    assert after(parent("kvm"), "-cpu").startswith("host")
+    assert "mitigations=off" not in after(parent("kvm"), "-append")
+    assert after(parent("tcg"), "-cpu") == "max"
+    assert "thread=multi" in after(parent("tcg"), "-accel")
+    single = render_args(
+        "qemu",
+        "tcg",
+        BootSpec(MachineSpec(256, 1), SPEC.kernel, SPEC.initrd, SPEC.root),
+        SEAT,
+        Ram(Path("/m"), shared=True),
+        incoming=False,
+    )
+    assert "thread=single" in after(single, "-accel")
+
+
+def test_a_version_has_the_distributions_revision() -> None:
+    assert parse_version("QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7)\n") == "7.2.22 (Debian 1:7.2+dfsg-7)"
+    assert parse_version("QEMU emulator version 9.0.0\nCopyright") == "9.0.0"
+    with pytest.raises(HostLacks):
+        parse_version("something else")
+
+
+def test_the_platform_has_the_hosts_cpu_only_under_kvm() -> None:
+    cpuinfo = "model name\t: A CPU\nflags\t\t: sse avx\n"
+    assert render_platform(Binary("qemu", "9"), "tcg", cpuinfo)["cpu"] == "emulated"
+    under_kvm = render_platform(Binary("qemu", "9"), "kvm", cpuinfo)["cpu"]
+    assert under_kvm == parse_cpu("model name : A CPU\nflags : avx sse\n")  # the order of flags is nothing
+    assert under_kvm != parse_cpu("model name : A CPU\nflags : sse\n")
+
+
+@pytest.mark.parametrize(
+    ("status", "console", "reason"),
+    [
+        (ExitStatus(0, None), "bye", ExitReason.POWERED_OFF),
+        (ExitStatus(0, None), "Kernel panic - not syncing: x", ExitReason.PANICKED),
+        (ExitStatus(1, None), "", ExitReason.CRASHED),
+        (ExitStatus(None, 9), "Kernel panic - not syncing: x", ExitReason.CRASHED),
+    ],
+)
+def test_why_qemu_ended(status: ExitStatus, console: str, reason: ExitReason) -> None:
+    assert parse_exit(status, console) is reason
+
+
+def test_a_console_cannot_drive_the_readers_terminal(tmp_path: Path) -> None:
+    log = tmp_path / "console.log"
+    log.write_bytes(b"x" * 10_000 + b"\x1bc\x1b[?7l\x1b[2Jfine\r\n\x07\xff\x1b[31mred\n")
+    tail = tail_of(log)
+    assert tail.endswith("fine\n?\N{REPLACEMENT CHARACTER}red\n")
+    assert len(tail) <= 4096
+    assert tail_of(tmp_path / "absent") == ""
