@@ -1,0 +1,78 @@
+"""From what was found on the host to which engine runs here, and why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from forkd.errors import InvalidInput
+from forkd.host.finding import Finding, Status
+from forkd.host.probe import probe_host
+
+ENGINES = ("qemu", "fake")
+
+# Without these no VM runs, whatever the accelerator; the rest is needed for building images, or is comfort.
+_NEEDED = ("system", "architecture", "python", "qemu", "setpriv", "home", "runtime directory")
+
+_ISOLATION = {
+    "tcg": "a virtual machine each, the processor emulated by QEMU",
+    "kvm": "a virtual machine each, under KVM",
+}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    findings: tuple[Finding, ...]
+    engine: str | None
+    accelerator: str | None
+    isolation: str | None
+    reason: str
+    ok: bool
+
+
+def diagnose(wanted: str | None = None) -> Diagnosis:
+    """Look at this machine. Raises InvalidInput when `wanted`, or FORKD_ENGINE, names no engine of ours."""
+    engine = parse_engine(wanted or os.environ.get("FORKD_ENGINE"))
+    return choose(probe_host(), engine)
+
+
+def parse_engine(name: str | None) -> str | None:
+    """The engine asked for, None when the choice is ours."""
+    if not name:
+        return None
+    if name not in ENGINES:
+        raise InvalidInput(f"There is no engine '{name}'", hint=f"Engines: {', '.join(ENGINES)}")
+    return name
+
+
+def choose(findings: Iterable[Finding], wanted: str | None = None) -> Diagnosis:
+    """Pure: the same findings give the same engine. Never something weaker than a VM unless it was asked for."""
+    seen = tuple(findings)
+    if wanted == "fake":
+        reason = "asked for; it is for tests and runs no VM"
+        return Diagnosis(seen, "fake", None, "none", reason, True)
+    by_name = {finding.name: finding for finding in seen}
+    lacking = [name for name in _NEEDED if _status(by_name, name) in (Status.FAIL, None)]
+    if lacking:
+        return _none(seen, f"No engine can run here: see {', '.join(lacking)}")
+    asked = "asked for" if wanted else "the only engine of this version"
+    if _status(by_name, "kvm") is Status.OK:
+        return Diagnosis(seen, "qemu", "kvm", _ISOLATION["kvm"], f"{asked}, and KVM runs guests at speed", True)
+    kvm = _why_not(by_name.get("kvm"))
+    if _status(by_name, "tcg") is Status.OK:
+        return Diagnosis(seen, "qemu", "tcg", _ISOLATION["tcg"], f"{asked}; it emulates the processor, as {kvm}", True)
+    return _none(seen, f"No engine can run here: QEMU cannot emulate, and {kvm}")
+
+
+def _status(by_name: dict[str, Finding], name: str) -> Status | None:
+    finding = by_name.get(name)
+    return finding.status if finding else None
+
+
+def _why_not(kvm: Finding | None) -> str:
+    return f"KVM is not usable ({kvm.found.partition(':')[0]})" if kvm else "KVM was not looked at"
+
+
+def _none(findings: tuple[Finding, ...], reason: str) -> Diagnosis:
+    return Diagnosis(findings, None, None, None, reason, False)

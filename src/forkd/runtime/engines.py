@@ -1,0 +1,19 @@
+"""The engine to use: the one asked for, or the best that this machine was proved to run."""
+
+from __future__ import annotations
+
+from forkd.engines.base import Engine
+from forkd.engines.fake import FakeEngine
+from forkd.engines.qemu.engine import QemuEngine
+from forkd.errors import HostLacks
+from forkd.runtime.doctor import diagnose
+
+
+def open_engine(name: str | None = None) -> Engine:
+    """Raises HostLacks, with what doctor found, where no VM can run."""
+    diagnosis = diagnose(name)
+    if diagnosis.engine == "fake":
+        return FakeEngine()
+    if diagnosis.accelerator is None:
+        raise HostLacks(diagnosis.reason, hint="See: forkd doctor")
+    return QemuEngine(diagnosis.accelerator)

@@ -1,0 +1,60 @@
+"""Making a snapshot: boot a parent, warm it up, freeze it, store it under its tag."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from forkd.engines.base import BootSpec, Engine, Frozen
+from forkd.image import Image, Progress
+from forkd.model.machine import MachineSpec
+from forkd.model.names import SnapshotTag
+from forkd.runtime.warmup import Warmup, booted, warm_up
+from forkd.store.manifest import Manifest
+from forkd.store.snapshots import Snapshot, SnapshotStore
+
+
+async def create_snapshot(
+    engine: Engine,
+    store: SnapshotStore,
+    image: Image,
+    tag: SnapshotTag,
+    machine: MachineSpec,
+    warmup: Warmup,
+    directory: Path,
+    *,
+    replace: bool = False,
+    progress: Progress,
+) -> Snapshot:
+    boot = boot_spec(image, machine)
+    with store.created(tag, replace_existing=replace) as (staging, seal):
+        progress.stage("booting the parent")
+        async with booted(engine, boot, directory / "parent", staging) as (vm, agent):
+            progress.stage("warming up")
+            await warm_up(agent, warmup)
+            progress.stage("freezing")
+            await agent.prepare_freeze()
+            platform = await engine.freeze(vm, staging)
+        progress.stage("writing and checksumming")
+        seal(
+            Manifest(
+                tag=tag,
+                created_at_unix=int(time.time()),
+                engine=engine.name,
+                image_id=image.id,
+                machine=machine,
+                warm=warmup.describe(),
+                platform=platform,
+                files={},
+            )
+        )
+    return store.get(tag)
+
+
+def boot_spec(image: Image, machine: MachineSpec) -> BootSpec:
+    return BootSpec(machine, image.kernel, image.initrd, image.root)
+
+
+def frozen_of(snapshot: Snapshot, image: Image) -> Frozen:
+    """A stored snapshot as its engine sees it."""
+    return Frozen(snapshot.directory, boot_spec(image, snapshot.manifest.machine), snapshot.manifest.platform)
