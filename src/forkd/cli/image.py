@@ -1,0 +1,198 @@
+"""`forkd image`: build, list, inspect and remove images."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forkd.cli.progress import Shown
+from forkd.errors import InvalidInput
+from forkd.host.paths import find_home
+from forkd.image import Image, ImageSpec, ImageStore, debian_spec, directory_spec, get_recipe, recipe_names
+from forkd.image.spec import DEFAULT_SUITE
+from forkd.store.snapshots import SnapshotStore
+
+_DEFAULT_RECIPE = "python"
+_PIPE_WIDTH = 400
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("image", help="build, list, inspect and remove images")
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    _add_build(actions)
+    _add_action(actions, "ls", run_ls, "list the images")
+    inspect = _add_action(actions, "inspect", run_inspect, "check an image's files and show all about it")
+    inspect.add_argument("image", help="name or id")
+    remove = _add_action(actions, "rm", run_rm, "remove images")
+    remove.add_argument("image", nargs="+", help="name or id")
+    _add_action(actions, "prune", run_prune, "remove images whose name went to a newer one")
+
+
+def run_build(args: argparse.Namespace) -> int:
+    spec, name = parse_request(args)
+    with Shown(quiet=args.json) as progress:
+        image = ImageStore(find_home()).build(spec, name, progress, fresh=args.fresh)
+    if args.json:
+        _print_json(render_image(image))
+    else:
+        print(f"{name}  {image.id}  {render_size(image.size)}")
+    return 0
+
+
+def run_ls(args: argparse.Namespace) -> int:
+    images = ImageStore(find_home()).list()
+    if args.json:
+        _print_json([render_image(image) for image in images])
+        return 0
+    table = Table(box=None, pad_edge=False)
+    for heading in ("NAME", "ID", "SIZE", "AGE", "KERNEL", "SOURCE"):
+        table.add_column(heading, no_wrap=heading != "SOURCE")
+    now = time.time()
+    for image in images:
+        cells = (
+            image.name or "-",
+            image.id,
+            render_size(image.size),
+            render_age(now - image.created),
+            image.kernel_version,
+            render_source(image),
+        )
+        table.add_row(*map(Text, cells))
+    _print_table(table)
+    return 0
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    image = ImageStore(find_home()).open(args.image)
+    shown = {**render_image(image), "installed": dict(image.packages)}
+    if args.json:
+        _print_json(shown)
+        return 0
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for key in ("id", "name", "root", "kernel", "initrd", "kernel_version", "python"):
+        table.add_row(key, Text(str(shown[key] or "-")))
+    table.add_row("size", render_size(image.size))
+    table.add_row("created", time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(image.created)))
+    table.add_row("source", Text(render_source(image)))
+    table.add_row("installed", f"{len(image.packages)} packages, listed by --json" if image.packages else "-")
+    _print_table(table)
+    return 0
+
+
+def run_rm(args: argparse.Namespace) -> int:
+    home = find_home()
+    store = ImageStore(home)
+    in_use = SnapshotStore(home.snapshots).images_in_use()
+    for ref in args.image:
+        store.remove(ref, in_use)
+    if args.json:
+        _print_json({"removed": args.image})
+    return 0
+
+
+def run_prune(args: argparse.Namespace) -> int:
+    home = find_home()
+    removed = ImageStore(home).prune(SnapshotStore(home.snapshots).images_in_use())
+    if args.json:
+        _print_json({"removed": removed})
+    else:
+        for image_id in removed:
+            print(image_id)
+    return 0
+
+
+def parse_request(args: argparse.Namespace) -> tuple[ImageSpec, str]:
+    """What to build and how to call it, of the command's arguments."""
+    if args.from_directory is not None:
+        if args.recipe or args.package or args.mirror or args.suite:
+            raise InvalidInput(
+                "A directory is taken as it is: it goes with no recipe, package, suite or mirror",
+                hint="Use --from-directory with --name only",
+            )
+        if args.name is None:
+            raise InvalidInput("An image from a directory needs a name", hint="Add --name")
+        return directory_spec(Path(args.from_directory)), args.name
+    recipe = args.recipe or (None if args.package else _DEFAULT_RECIPE)
+    packages = (*(get_recipe(recipe) if recipe else ()), *args.package)
+    name = args.name or recipe
+    if name is None:
+        raise InvalidInput("An image of packages needs a name", hint="Add --name")
+    return debian_spec(packages, suite=args.suite or DEFAULT_SUITE, mirror=args.mirror), name
+
+
+def render_image(image: Image) -> dict[str, Any]:
+    return {
+        "id": image.id,
+        "name": image.name,
+        "root": str(image.root),
+        "kernel": str(image.kernel),
+        "initrd": str(image.initrd),
+        "kernel_version": image.kernel_version,
+        "python": image.python,
+        "size_bytes": image.size,
+        "created": image.created,
+        "source": dict(image.source),
+    }
+
+
+def render_source(image: Image) -> str:
+    if image.source.get("kind") == "debian":
+        return f"debian {image.source['suite']}: {' '.join(image.source['packages'])}"
+    return f"directory {image.source.get('path', '')}"
+
+
+def render_size(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f} MiB"
+
+
+def render_age(age_s: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if age_s >= length:
+            return f"{int(age_s // length)}{unit}"
+    return f"{max(0, int(age_s))}s"
+
+
+def _add_build(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    build = _add_action(actions, "build", run_build, "build an image, or find it built")
+    recipes = ", ".join(recipe_names())
+    build.add_argument("recipe", nargs="?", help=f"a ready-made set of packages: {recipes} (default {_DEFAULT_RECIPE})")
+    build.add_argument("--name", help="what to call it (default: the recipe's name)")
+    build.add_argument(
+        "--package", "-p", action="append", default=[], metavar="P", help="a Debian package to install; may be repeated"
+    )
+    build.add_argument("--from-directory", metavar="DIR", help="take the root file system from a directory")
+    build.add_argument("--suite", help=f"the Debian release (default {DEFAULT_SUITE})")
+    build.add_argument("--mirror", metavar="URL", help="the package archive to use (default: the suite's own)")
+    build.add_argument("--fresh", action="store_true", help="fetch the packages again although the image is there")
+
+
+def _add_action(
+    actions: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    func: Callable[[argparse.Namespace], int],
+    about: str,
+) -> argparse.ArgumentParser:
+    parser = actions.add_parser(name, help=about, description=about[0].upper() + about[1:])
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(func=func)
+    return parser
+
+
+def _print_table(table: Table) -> None:
+    """Wrapped to a terminal; whole lines for whoever reads a pipe."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPE_WIDTH)
+    console.print(table)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))

@@ -1,0 +1,263 @@
+"""The command line with real VMs: the demo, snapshots, and what bad input and bad luck get."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forkd.host.paths import Home
+from forkd.image import Image
+
+pytestmark = [pytest.mark.vm, pytest.mark.usefixtures("nothing_left")]
+
+_DEADLINE_S = 200
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, built_home: Home, python_image: Image) -> Path:
+    """A home of its own, with the image of the shared one."""
+    root = tmp_path_factory.mktemp("home")
+    (root / "images").symlink_to(built_home.images)
+    return root
+
+
+@pytest.fixture
+def env(home: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
+    runtime = Path(f"/tmp/fkd-cli-{os.getpid()}")
+    runtime.mkdir(mode=0o700)
+    yield {**os.environ, "FORKD_HOME": str(home), "FORKD_RUNTIME_DIR": str(runtime)}
+    assert list(runtime.iterdir()) == []
+    runtime.rmdir()
+    assert [path.name for path in (home / "snapshots").glob(".*")] == []
+
+
+def forkd(env: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "forkd.cli.main", *args]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=_DEADLINE_S)
+
+
+def create(env: dict[str, str], tag: str, *args: str) -> subprocess.CompletedProcess[str]:
+    return forkd(env, "snapshot", "create", "--tag", tag, "--image", "python", "--memory", "256", *args)
+
+
+def tags(env: dict[str, str]) -> list[str]:
+    listed = json.loads(forkd(env, "snapshot", "ls", "--json").stdout)
+    return [entry["tag"] for entry in listed]
+
+
+@pytest.fixture(scope="module")
+def original(home: Path) -> Path:
+    with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as runtime:
+        made = create({**os.environ, "FORKD_HOME": str(home), "FORKD_RUNTIME_DIR": runtime}, "victim", "--json")
+    assert made.returncode == 0, made.stderr
+    assert json.loads(made.stdout)["tag"] == "victim"
+    return home / "snapshots/victim"
+
+
+@pytest.fixture
+def victim(original: Path, tmp_path: Path) -> Path:
+    """A copy of a good snapshot, to be harmed, in a home of its own."""
+    (tmp_path / "snapshots").mkdir()
+    subprocess.run(["cp", "-a", "--sparse=always", str(original), str(tmp_path / "snapshots")], check=True)
+    return tmp_path / "snapshots/victim"
+
+
+def test_the_demo_forks_evaluates_and_proves(env: dict[str, str]) -> None:
+    run = forkd(env, "demo", "-n", "4", "--json")
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout)
+    assert (result["n"], result["ok"], result["distinct"]) == (4, 4, 4)
+    assert result["isolation"].startswith("qemu-")
+    assert 0 < result["fork_one_s"] < result["cold_boot_s"]
+    assert result["per_child_ms"]["p50"] <= result["per_child_ms"]["p99"]
+    assert result["unique_mib_per_child"] > 1
+    assert result["idle_cpu_percent_per_child"] >= 0
+    again = forkd(env, "demo", "-n", "2")
+    assert again.returncode == 0
+    assert "booting the parent" not in again.stderr  # the stored parent is used again
+    assert "2 of 2 VMs" in again.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["booting the parent", "warming up"])
+def test_a_signal_while_a_snapshot_is_made_leaves_nothing(env: dict[str, str], moment: str, number: int) -> None:
+    args = ["snapshot", "create", "--tag", "never", "--image", "python", "--warm", "import time; time.sleep(100)"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "forkd.cli.main", *args],
+        env=env,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if moment in line:
+            break
+    time.sleep(0.5)
+    process.send_signal(number)
+    process.send_signal(number)  # the impatient press it twice
+    process.communicate(timeout=30)
+    assert process.returncode == (130 if number == signal.SIGINT else 143)
+    assert "never" not in tags(env)
+
+
+def test_a_signal_while_the_demo_forks_leaves_nothing(env: dict[str, str]) -> None:
+    assert forkd(env, "demo", "-n", "1", "--json").returncode == 0
+    process = subprocess.Popen(
+        [sys.executable, "-m", "forkd.cli.main", "demo", "-n", "40"], env=env, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "forking 40" in line:
+            break
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+
+
+def test_vms_die_with_a_forkd_that_is_killed_and_the_next_one_cleans_up(env: dict[str, str]) -> None:
+    args = ["snapshot", "create", "--tag", "never", "--image", "python"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "forkd.cli.main", *args], env=env, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    process.stderr.readline()
+    time.sleep(1)
+    left = [int(path.read_text().split()[0]) for path in Path(env["FORKD_RUNTIME_DIR"]).glob("*/*/pid")]
+    assert len(left) == 1
+    process.kill()
+    process.wait()
+    process.stderr.close()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{left[0]}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{left[0]}").exists()
+    assert create(env, "later").returncode == 0  # sweeps the runtime and the staging directory
+    assert forkd(env, "snapshot", "rm", "later").returncode == 0
+
+
+def test_a_warm_up_that_raises_shows_its_traceback(env: dict[str, str]) -> None:
+    run = create(env, "bad", "--warm", "import no_such_module")
+    assert run.returncode == 13
+    assert "ModuleNotFoundError" in run.stderr
+    assert "import no_such_module" in run.stderr
+    assert "bad" not in tags(env)
+
+
+def test_a_warm_up_that_hangs_is_stopped(env: dict[str, str]) -> None:
+    run = create(env, "bad", "--warm", "while True: pass", "--warm-timeout", "2")
+    assert run.returncode == 13
+    assert "within 2 s" in run.stderr and "--warm-timeout" in run.stderr
+
+
+def test_a_warm_up_command_that_fails_shows_its_output(env: dict[str, str]) -> None:
+    run = create(env, "bad", "--warm-command", "echo nearly there; exit 4")
+    assert run.returncode == 13
+    assert "exited with 4" in run.stderr and "nearly there" in run.stderr
+
+
+def test_a_warm_up_that_kills_the_guest_shows_the_console(env: dict[str, str]) -> None:
+    run = create(env, "bad", "--warm", "open('/proc/sysrq-trigger', 'w').write('c')")
+    assert run.returncode == 11
+    assert "kernel panic" in run.stderr and "Kernel panic - not syncing" in run.stderr
+
+
+def test_memory_too_small_to_boot_is_said_at_once(env: dict[str, str]) -> None:
+    begun = time.monotonic()
+    run = forkd(env, "snapshot", "create", "--tag", "tiny", "--image", "python", "--memory", "40")
+    assert run.returncode == 11
+    assert "--memory" in run.stderr
+    assert time.monotonic() - begun < 60
+    assert forkd(env, "snapshot", "create", "--tag", "tiny", "--image", "python", "--memory", "1").returncode == 2
+
+
+def test_memory_that_the_host_does_not_have_is_refused(env: dict[str, str]) -> None:
+    run = forkd(env, "snapshot", "create", "--tag", "huge", "--image", "python", "--memory", "1000000")
+    assert run.returncode == 6
+    assert "available" in run.stderr
+
+
+def test_a_qemu_killed_while_the_parent_boots_is_a_typed_error(env: dict[str, str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "forkd.cli.main", "snapshot", "create", "--tag", "bad", "--image", "python"],
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    runtime = Path(env["FORKD_RUNTIME_DIR"])
+    while not (found := list(runtime.glob("*/*/pid"))):
+        time.sleep(0.01)
+    time.sleep(1)
+    os.kill(int(found[0].read_text().split()[0]), signal.SIGKILL)
+    said = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(30) == 11
+    assert "crashed (killed by SIGKILL)" in said
+
+
+def test_a_missing_qemu_is_named_with_its_package(env: dict[str, str], tmp_path: Path) -> None:
+    for tool in ("setpriv", "busybox"):
+        found = shutil.which(tool)
+        assert found
+        (tmp_path / tool).symlink_to(found)
+    run = forkd({**env, "PATH": str(tmp_path)}, "snapshot", "create", "--tag", "x", "--image", "python")
+    assert run.returncode == 5
+    assert "qemu" in run.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_is_a_typed_error_and_leaves_nothing(env: dict[str, str], home: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "none", str(small)], check=True)
+    try:
+        (small / "images").symlink_to((home / "images").resolve())
+        run = create({**env, "FORKD_HOME": str(small)}, "full")
+        assert run.returncode == 6, run.stderr
+        assert "space" in run.stderr
+        assert list((small / "snapshots").iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "said"),
+    [
+        ("memory", "truncate", "bytes instead of"),
+        ("memory", "alter", "was altered"),
+        ("state", "remove", "is missing"),
+        ("state", "alter", "was altered"),
+        ("manifest.json", "alter", "damaged"),
+    ],
+)
+def test_a_damaged_snapshot_is_refused_by_the_name_of_the_file(
+    env: dict[str, str], victim: Path, name: str, harm: str, said: str
+) -> None:
+    home = {**env, "FORKD_HOME": str(victim.parents[1])}
+    assert forkd(home, "snapshot", "inspect", "victim").returncode == 0
+    path = victim / name
+    path.chmod(0o600)
+    if harm == "remove":
+        path.unlink()
+    elif harm == "truncate":
+        os.truncate(path, 1000)
+    else:
+        with path.open("r+b") as file:
+            file.seek(100)
+            file.write(b"\0changed\0")
+    run = forkd(home, "snapshot", "inspect", "victim")
+    assert run.returncode == 8
+    assert said in run.stderr
+    assert (name if name != "manifest.json" else "manifest") in run.stderr
