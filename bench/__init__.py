@@ -1,0 +1,1 @@
+"""Measurements of forkd, repeatable: `python -m bench`."""

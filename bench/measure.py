@@ -1,0 +1,222 @@
+"""The measurements. They call what `forkd` itself calls; only the stamps are ours."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench import figures
+from bench.figures import FIRST_EVAL, Figure
+from bench.report import Round, shares, step_lengths, with_ratios
+from forkd.engines.base import Engine, Frozen
+from forkd.errors import ContractBroken, ForkdError
+from forkd.guest.calls import Agent
+from forkd.host.files import scratch_directory
+from forkd.host.memory import cpu_seconds, memory_use
+from forkd.image import Image, Progress
+from forkd.model.names import parse_tag
+from forkd.runtime import demo
+from forkd.runtime.freeze import boot_spec, create_snapshot, frozen_of
+from forkd.runtime.sandbox import Sandbox
+from forkd.runtime.spawn import fork_children, fork_one, kill_all
+from forkd.runtime.warmup import booted, warm_up
+from forkd.store.snapshots import SnapshotStore
+
+PARTS = ("cold", "snapshot", "fork", "trip")
+TAG = parse_tag("bench")
+
+_WARMING_TRIPS = 20
+_EVAL_TRIPS = 300
+_EXEC_TRIPS = 50
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is measured, on what, and where."""
+
+    engine: Engine
+    store: SnapshotStore
+    image: Image
+    directory: Path
+    progress: Progress
+    sizes: tuple[int, ...] = (1, 10, 100)
+    parts: frozenset[str] = frozenset(PARTS)
+
+
+async def run_round(bench: Bench, title: str) -> Round:
+    """Every part once, one after the other: what is compared ran on the same machine at nearly the same time."""
+    readings: dict[Figure, float] = {}
+    failures: list[str] = []
+    if "cold" in bench.parts:
+        bench.progress.stage(f"{title}: cold boot")
+        readings |= await measure_cold_boot(bench)
+    if "snapshot" in bench.parts or not bench.store.has(TAG):
+        bench.progress.stage(f"{title}: snapshot")
+        taken = await measure_snapshot(bench)
+        readings |= taken if "snapshot" in bench.parts else {}
+    with bench.store.held(TAG) as snapshot:
+        frozen = frozen_of(snapshot, bench.image)
+        for n in bench.sizes if "fork" in bench.parts else ():
+            bench.progress.stage(f"{title}: fork of {n}")
+            try:
+                readings |= await measure_fork(bench, frozen, n)
+            except ForkdError as error:
+                # Fewer than n is a finding of this bench, not the end of it.
+                readings[figures.fork_ok(n)] = 0
+                failures.append(f"{title}: fork of {n}: {error.code}: {error.message}")
+        if "trip" in bench.parts:
+            bench.progress.stage(f"{title}: round trips")
+            readings |= await measure_trips(bench, frozen)
+    return Round(with_ratios(readings, bench.sizes), tuple(failures))
+
+
+def remove_snapshot(store: SnapshotStore) -> None:
+    if store.has(TAG):
+        store.remove(TAG)
+
+
+async def measure_cold_boot(bench: Bench) -> dict[Figure, float]:
+    with scratch_directory(bench.store.root) as scratch:
+        begun = time.monotonic()
+        boot = boot_spec(bench.image, demo.MACHINE)
+        async with booted(bench.engine, boot, bench.directory / "cold", scratch) as (machine, agent):
+            marks = {**machine.phases.steps, "agent answers": time.monotonic()}
+            await warm_up(agent, demo.WARMUP)
+            marks["warm-up"] = time.monotonic()
+            await evaluate(agent)
+            marks[FIRST_EVAL] = ended = time.monotonic()
+    steps = {figures.cold_boot_step(step): length for step, length in step_lengths(begun, marks).items()}
+    return {figures.cold_boot(): ended - begun, **steps}
+
+
+class _StageClock:
+    """Progress that notes when each stage of the work began."""
+
+    def __init__(self) -> None:
+        self.begun: dict[str, float] = {}
+
+    def stage(self, text: str) -> None:
+        self.begun.setdefault(text, time.monotonic())
+
+    def line(self, text: str) -> None: ...
+
+
+async def measure_snapshot(bench: Bench) -> dict[Figure, float]:
+    """Leaves the snapshot that the forks of this round are made of."""
+    clock = _StageClock()
+    await create_snapshot(
+        bench.engine,
+        bench.store,
+        bench.image,
+        TAG,
+        demo.MACHINE,
+        demo.WARMUP,
+        bench.directory,
+        replace=True,
+        progress=clock,
+    )
+    ended = time.monotonic()
+    names, starts = list(clock.begun), list(clock.begun.values())
+    lengths = {name: end - start for name, start, end in zip(names, starts, [*starts[1:], ended], strict=True)}
+    steps = {figures.snapshot_step(name): length for name, length in lengths.items()}
+    return {figures.snapshot_total(): ended - starts[0], **steps}
+
+
+@dataclass
+class _Children:
+    """Stamps of each child, taken as it becomes ready."""
+
+    total_ms: list[float] = field(default_factory=list)
+    steps_ms: dict[str, list[float]] = field(default_factory=dict)
+    cpu_ms: list[float] = field(default_factory=list)
+
+    async def ready(self, sandbox: Sandbox) -> None:
+        await evaluate(sandbox.agent)
+        now = time.monotonic()
+        phases = sandbox.machine.phases
+        self.total_ms.append((now - phases.begun) * 1000)
+        for step, length in step_lengths(phases.begun, {**phases.steps, FIRST_EVAL: now}).items():
+            self.steps_ms.setdefault(step, []).append(length * 1000)
+        self.cpu_ms.append(cpu_seconds(sandbox.machine.pid) * 1000)
+
+
+async def measure_fork(bench: Bench, frozen: Frozen, n: int) -> dict[Figure, float]:
+    stamps = _Children()
+    begun = time.monotonic()
+    children = await fork_children(bench.engine, frozen, n, bench.directory, after=stamps.ready)
+    wall = time.monotonic() - begun
+    try:
+        # One size is enough: idling costs seconds of waiting, and memory means most where pages are shared by many.
+        held = await _measure_held(children) if n == max(bench.sizes) else {}
+    finally:
+        begun = time.monotonic()
+        await kill_all(children)
+        killed = time.monotonic() - begun
+    return {
+        figures.fork_wall(n): wall,
+        figures.fork_ok(n): len(stamps.total_ms),
+        **{figures.fork_child(n, share): value for share, value in shares(stamps.total_ms).items()},
+        **{
+            figures.fork_step(n, step, share): value
+            for step, values in stamps.steps_ms.items()
+            for share, value in shares(values).items()
+        },
+        figures.fork_cpu(n): statistics.mean(stamps.cpu_ms),
+        **held,
+        figures.kill(n): killed,
+    }
+
+
+async def _measure_held(children: list[Sandbox]) -> dict[Figure, float]:
+    """What children cost by being there."""
+    n = len(children)
+    unique = [memory_use(child.machine.pid).unique_bytes / 2**20 for child in children]
+    return {
+        figures.unique_memory(n, "mean"): statistics.mean(unique),
+        figures.unique_memory(n, "largest"): max(unique),
+        figures.idle_cpu(n, demo.IDLE_S): await demo.idle_cpu_percent(children),
+    }
+
+
+async def measure_trips(bench: Bench, frozen: Frozen) -> dict[Figure, float]:
+    child = await fork_one(bench.engine, frozen, bench.directory)
+    try:
+        await _eval_trips(child.agent, _WARMING_TRIPS)
+        evals = await _eval_trips(child.agent, _EVAL_TRIPS)
+        await _exec_trips(child.agent, _WARMING_TRIPS)
+        execs = await _exec_trips(child.agent, _EXEC_TRIPS)
+    finally:
+        await child.kill()
+    return {
+        **{figures.trip("eval", share): value for share, value in shares(evals).items()},
+        **{figures.trip("exec", share): value for share, value in shares(execs).items()},
+    }
+
+
+async def _eval_trips(agent: Agent, count: int) -> list[float]:
+    taken = []
+    for _ in range(count):
+        begun = time.monotonic()
+        await evaluate(agent)
+        taken.append((time.monotonic() - begun) * 1000)
+    return taken
+
+
+async def _exec_trips(agent: Agent, count: int) -> list[float]:
+    taken = []
+    for _ in range(count):
+        begun = time.monotonic()
+        result = await agent.run(["/bin/true"])
+        taken.append((time.monotonic() - begun) * 1000)
+        if result.exit_code != 0:
+            raise ContractBroken(f"/bin/true ended with {result.exit_code}")
+    return taken
+
+
+async def evaluate(agent: Agent) -> None:
+    """The demo's expression, and its answer checked: a wrong answer is no measurement."""
+    result = await agent.eval(demo.CODE)
+    if result.value != demo.EXPECTED:
+        raise ContractBroken(f"The guest answered {result.repr} instead of {demo.EXPECTED}")

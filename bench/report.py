@@ -1,0 +1,231 @@
+"""From the readings of each round to figures, targets, JSON and a table. Pure."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench import figures
+from bench.figures import Figure
+from forkd.runtime.demo import percentile
+
+FORMAT = 1
+# How many children the targets speak of.
+TARGET_N = 100
+
+_STEP = re.compile(r"fork\.(?P<n>\d+)\.step\.(?P<step>.+)\.(?P<share>p\d+)")
+
+Readings = Mapping[Figure, float]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round read, and what failed in it."""
+
+    readings: Readings
+    failures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything a report is made of."""
+
+    started: str
+    host: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    rounds: list[Round] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Summary:
+    figure: Figure
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+
+@dataclass(frozen=True)
+class Target:
+    """`reached` is None where this run did not measure it. `value` is the median, `worst` the worst round."""
+
+    name: str
+    bound: str
+    unit: str
+    value: float | None
+    worst: float | None
+    reached: bool | None
+    reached_in_every_round: bool | None
+
+
+def shares(values: Sequence[float]) -> dict[str, float]:
+    return {"p50": percentile(values, 0.5), "p99": percentile(values, 0.99)}
+
+
+def step_lengths(begun: float, marks: Mapping[str, float]) -> dict[str, float]:
+    """How long each step took, of the times at which they were over, in the order they happened."""
+    lengths, before = {}, begun
+    for step, at in sorted(marks.items(), key=lambda mark: mark[1]):
+        lengths[step] = at - before
+        before = at
+    return lengths
+
+
+def with_ratios(readings: Readings, sizes: Sequence[int]) -> dict[Figure, float]:
+    """The readings of a round, with the ratios between them."""
+    cold = readings.get(figures.cold_boot())
+    walls = {n: readings.get(figures.fork_wall(n)) for n in sizes}
+    ratios = {figures.fork_to_cold(n): wall / cold for n, wall in walls.items() if wall is not None and cold}
+    return {**readings, **ratios}
+
+
+def summarize(rounds: Sequence[Round]) -> dict[str, Summary]:
+    """By name, in the order they were first read. A figure that a round lacks has fewer values."""
+    collected: dict[Figure, list[float]] = {}
+    for each in rounds:
+        for figure, value in each.readings.items():
+            collected.setdefault(figure, []).append(value)
+    return {figure.name: Summary(figure, tuple(values)) for figure, values in collected.items()}
+
+
+def judge(summaries: Mapping[str, Summary], n: int = TARGET_N) -> list[Target]:
+    """Each thing forkd is meant to reach, against what was measured."""
+    faster = f"fork of {n} takes less time than a cold boot of one"
+    return [
+        _within(faster, summaries, figures.fork_to_cold(n), "< 1", lambda value: value < 1),
+        _within(
+            f"unique memory of the largest of {n} children",
+            summaries,
+            figures.unique_memory(n, "largest"),
+            "<= 24",
+            lambda value: value <= 24,
+        ),
+        _within("idle CPU per child", summaries, figures.idle_cpu(n, 0), "< 0.5", lambda value: value < 0.5),
+        _within(
+            "eval round trip on a warm child, p50",
+            summaries,
+            figures.trip("eval", "p50"),
+            "<= 2",
+            lambda value: value <= 2,
+        ),
+        _all_answer(summaries.get(figures.fork_ok(n).name), n),
+    ]
+
+
+def _within(
+    name: str, summaries: Mapping[str, Summary], figure: Figure, bound: str, fits: Callable[[float], bool]
+) -> Target:
+    summary = summaries.get(figure.name)
+    if summary is None:
+        return Target(name, bound, figure.unit, None, None, None, None)
+    worst = max(summary.values)
+    return Target(name, bound, figure.unit, summary.median, worst, fits(summary.median), fits(worst))
+
+
+def _all_answer(summary: Summary | None, n: int) -> Target:
+    name = f"{n} of {n} children succeed in every round"
+    if summary is None:
+        return Target(name, f"= {n}", "children", None, None, None, None)
+    worst = min(summary.values)
+    return Target(name, f"= {n}", "children", summary.median, worst, worst == n, worst == n)
+
+
+def render_json(run: Run) -> dict[str, Any]:
+    summaries = summarize(run.rounds)
+    return {
+        "format": FORMAT,
+        "started": run.started,
+        "host": dict(run.host),
+        "settings": {**run.settings, "rounds_done": len(run.rounds)},
+        "failures": [failure for each in run.rounds for failure in each.failures],
+        "targets": [_render_target(target) for target in judge(summaries)],
+        "figures": {name: _render_summary(summary) for name, summary in summaries.items()},
+    }
+
+
+def _render_summary(summary: Summary) -> dict[str, Any]:
+    figure = summary.figure
+    return {
+        "what": figure.what,
+        "unit": figure.unit,
+        "median": _rounded(summary.median),
+        "min": _rounded(min(summary.values)),
+        "max": _rounded(max(summary.values)),
+        "stops_at": figure.stops_at,
+        "prepared": figure.prepared,
+        "rounds": [_rounded(value) for value in summary.values],
+    }
+
+
+def _render_target(target: Target) -> dict[str, Any]:
+    return {
+        "name": target.name,
+        "bound": target.bound,
+        "unit": target.unit,
+        "value": _rounded(target.value),
+        "worst": _rounded(target.worst),
+        "reached": target.reached,
+        "reached_in_every_round": target.reached_in_every_round,
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
+
+
+def render_markdown(report: Mapping[str, Any]) -> str:
+    """The tables of docs/bench.md, of a report as written to JSON."""
+    tables = (_render_figures(report), _render_steps(report), _render_targets(report))
+    return "\n\n".join("\n".join(rows) for rows in tables if rows) + "\n"
+
+
+def _render_figures(report: Mapping[str, Any]) -> list[str]:
+    rows = ["| what | median | fastest to slowest round |", "|---|---|---|"]
+    for name, figure in report["figures"].items():
+        if _STEP.fullmatch(name) is None:
+            median = f"{render_value(figure['median'])} {figure['unit']}".strip()
+            low, high = render_value(figure["min"]), render_value(figure["max"])
+            rows.append(f"| {figure['what']} | {median} | {low} to {high} |")
+    return rows
+
+
+def _render_steps(report: Mapping[str, Any]) -> list[str]:
+    """One row for each step of a fork, one column for each number of children."""
+    cells: dict[str, dict[int, dict[str, str]]] = {}
+    for name, figure in report["figures"].items():
+        if found := _STEP.fullmatch(name):
+            column = cells.setdefault(found["step"], {}).setdefault(int(found["n"]), {})
+            column[found["share"]] = render_value(figure["median"])
+    sizes = sorted({n for row in cells.values() for n in row})
+    if not sizes:
+        return []
+    rows = ["| step of one child, p50 / p99 in ms | " + " | ".join(f"fork of {n}" for n in sizes) + " |"]
+    rows.append("|---|" + "---|" * len(sizes))
+    for step, row in cells.items():
+        shown = (" / ".join(row[n].values()) if n in row else "-" for n in sizes)
+        rows.append(f"| {step} | " + " | ".join(shown) + " |")
+    return rows
+
+
+def _render_targets(report: Mapping[str, Any]) -> list[str]:
+    rows = ["| target | bound | median | worst round | reached |", "|---|---|---|---|---|"]
+    words = {True: "yes", False: "no", None: "not measured"}
+    for target in report["targets"]:
+        bound = f"{target['bound']} {target['unit']}".strip()
+        value, worst = render_value(target["value"]), render_value(target["worst"])
+        rows.append(f"| {target['name']} | {bound} | {value} | {worst} | {words[target['reached']]} |")
+    return rows
+
+
+def render_value(value: float | None) -> str:
+    """About three digits, never an exponent; whole numbers as they are."""
+    if value is None:
+        return "-"
+    if value == int(value):
+        return str(int(value))
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 1 else 3
+    return f"{value:.{digits}f}"

@@ -1,0 +1,110 @@
+"""A whole run of the benchmark, on the fake engine: every part is measured, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from bench import figures, measure
+from bench.__main__ import main, run_rounds, write_report
+from bench.chart import draw
+from bench.measure import Bench
+from bench.report import Run, render_json
+from forkd.engines.base import Frozen, Machine
+from forkd.engines.fake import FakeEngine
+from forkd.errors import EngineFailed, InvalidInput
+from forkd.image import Image
+from forkd.image.progress import Silent
+from forkd.runtime import demo
+from forkd.store.snapshots import SnapshotStore
+
+SETTINGS = {"rounds": 1, "n": [1, 3], "memory_mib": 512, "vcpus": 1}
+HOST = {"cpu": "Example 1", "cores": 2, "ram_mib": 8192, "qemu": None, "accelerator": None}
+
+
+class Failing(FakeEngine):
+    """Starts two machines and refuses the rest."""
+
+    def __init__(self) -> None:
+        self.forks = 0
+
+    async def fork(self, frozen: Frozen, directory: Path) -> Machine:
+        self.forks += 1
+        if self.forks > 2:
+            raise EngineFailed("No more machines")
+        return await super().fork(frozen, directory)
+
+
+def image(place: Path) -> Image:
+    return Image("0" * 32, "python", place, place, place, place, "6.1", "/usr/bin/python3", 0, 0.0, {}, {})
+
+
+def measured(
+    place: Path, engine: FakeEngine, parts: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Run, SnapshotStore]:
+    monkeypatch.setattr(demo, "IDLE_S", 0.1)
+    monkeypatch.setattr(measure, "_WARMING_TRIPS", 1)
+    monkeypatch.setattr(measure, "_EVAL_TRIPS", 3)
+    monkeypatch.setattr(measure, "_EXEC_TRIPS", 3)
+    runtime = place / "run"
+    runtime.mkdir()
+    store = SnapshotStore(place / "snapshots")
+    run = Run("now", HOST, SETTINGS)
+    bench = Bench(engine, store, image(place), runtime, Silent(), (1, 3), parts)
+    asyncio.run(run_rounds(bench, run, 1, lambda done: write_report(done, place / "results.json")))
+    assert list(runtime.iterdir()) == []
+    return run, store
+
+
+def test_a_round_measures_every_part_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, store = measured(tmp_path, FakeEngine(), frozenset(measure.PARTS), monkeypatch)
+    readings = run.rounds[0].readings
+    for figure in (
+        figures.cold_boot(),
+        figures.cold_boot_step("warm-up"),
+        figures.snapshot_total(),
+        figures.fork_wall(1),
+        figures.fork_child(3, "p99"),
+        figures.fork_step(3, "contract", "p50"),
+        figures.fork_step(3, "first eval", "p50"),
+        figures.unique_memory(3, "mean"),
+        figures.kill(3),
+        figures.trip("eval", "p50"),
+        figures.trip("exec", "p99"),
+        figures.fork_to_cold(3),
+    ):
+        assert readings[figure] > 0, figure.name
+    assert readings[figures.fork_ok(3)] == 3
+    assert not store.has(measure.TAG)
+    assert (tmp_path / "results.json").stat().st_size > 0
+
+
+def test_the_chart_is_drawn_from_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = measured(tmp_path, FakeEngine(), frozenset({"fork"}), monkeypatch)
+    report = render_json(run)
+    draw(report, tmp_path / "one.svg")
+    draw(report, tmp_path / "two.svg")
+    assert (tmp_path / "one.svg").read_text().rstrip().endswith("</svg>")
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+def test_a_fork_that_fails_is_a_finding_and_the_rest_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, store = measured(tmp_path, Failing(), frozenset({"cold", "fork"}), monkeypatch)
+    done = run.rounds[0]
+    assert done.readings[figures.fork_ok(1)] == 1
+    assert done.readings[figures.fork_ok(3)] == 0
+    assert figures.fork_wall(3) not in done.readings
+    assert len(done.failures) == 1 and "engine_failed: No more machines" in done.failures[0]
+    assert not store.has(measure.TAG)
+
+
+@pytest.mark.parametrize("words", [["--rounds", "0"], ["-n", "0"], ["-n", "1000000"]])
+def test_impossible_requests_are_refused_before_anything_is_done(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == InvalidInput.exit_code
+    assert capsys.readouterr().err.startswith("error: Cannot ")
