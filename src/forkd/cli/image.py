@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from forkd.cli.progress import Shown
+from forkd.cli.tables import print_table, render_size
 from forkd.errors import InvalidInput
 from forkd.host.paths import find_home
 from forkd.image import Image, ImageSpec, ImageStore, debian_spec, directory_spec, get_recipe, recipe_names
@@ -21,7 +21,6 @@ from forkd.image.spec import DEFAULT_SUITE
 from forkd.store.snapshots import SnapshotStore
 
 _DEFAULT_RECIPE = "python"
-_PIPE_WIDTH = 400
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -66,7 +65,7 @@ def run_ls(args: argparse.Namespace) -> int:
             render_source(image),
         )
         table.add_row(*map(Text, cells))
-    _print_table(table)
+    print_table(table)
     return 0
 
 
@@ -83,7 +82,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     table.add_row("created", time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(image.created)))
     table.add_row("source", Text(render_source(image)))
     table.add_row("installed", f"{len(image.packages)} packages, listed by --json" if image.packages else "-")
-    _print_table(table)
+    print_table(table)
     return 0
 
 
@@ -149,10 +148,6 @@ def render_source(image: Image) -> str:
     return f"directory {image.source.get('path', '')}"
 
 
-def render_size(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f} MiB"
-
-
 def render_age(age_s: float) -> str:
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if age_s >= length:
@@ -184,14 +179,6 @@ def _add_action(
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(func=func)
     return parser
-
-
-def _print_table(table: Table) -> None:
-    """Wrapped to a terminal; whole lines for whoever reads a pipe."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_WIDTH)
-    console.print(table)
 
 
 def _print_json(value: Any) -> None:

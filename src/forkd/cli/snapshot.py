@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from forkd.cli.progress import Shown
 from forkd.cli.running import run_async
+from forkd.cli.tables import print_table, render_size
 from forkd.errors import InvalidInput
 from forkd.host.paths import find_home
 from forkd.image import ImageStore
@@ -25,8 +25,6 @@ from forkd.runtime.freeze import create_snapshot
 from forkd.runtime.session import session
 from forkd.runtime.warmup import MAX_WARM_BYTES, Warmup
 from forkd.store.snapshots import Snapshot, SnapshotStore, Unusable
-
-_PIPE_WIDTH = 400
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -81,7 +79,7 @@ def run_create(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(render_snapshot(snapshot), indent=2))
     else:
-        print(f"{tag}  {render_mib(snapshot.disk_bytes())} on disk")
+        print(f"{tag}  {render_size(snapshot.disk_bytes())} on disk")
     return 0
 
 
@@ -99,14 +97,14 @@ def run_ls(args: argparse.Namespace) -> int:
             _render_time(manifest.created_at_unix),
             f"{manifest.machine.memory_mib} MiB",
             str(manifest.machine.vcpus),
-            render_mib(snapshot.disk_bytes()),
+            render_size(snapshot.disk_bytes()),
             manifest.engine,
             manifest.image_id[:12],
             " ".join(manifest.warm.split())[:40],
         )
         table.add_row(*map(Text, cells))
     if found.snapshots or not found.unusable:
-        _print_table(table)
+        print_table(table)
     for entry in found.unusable:
         print(f"warning: {entry.error.message}", file=sys.stderr)
         print(f"hint: {entry.error.hint}", file=sys.stderr)
@@ -122,7 +120,7 @@ def run_inspect(args: argparse.Namespace) -> int:
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in shown.items():
         table.add_row(key, Text(value if isinstance(value, str) else json.dumps(value)))
-    _print_table(table)
+    print_table(table)
     return 0
 
 
@@ -160,18 +158,6 @@ def render_unusable(entry: Unusable) -> dict[str, Any]:
         "code": error.code,
         "hint": error.hint,
     }
-
-
-def render_mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.1f} MiB"
-
-
-def _print_table(table: Table) -> None:
-    """Wrapped to a terminal; whole lines for whoever reads a pipe."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPE_WIDTH)
-    console.print(table)
 
 
 def _render_time(unix: int) -> str:

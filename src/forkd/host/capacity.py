@@ -7,6 +7,7 @@ from pathlib import Path
 
 from forkd.host.cgroup import CgroupLimits, probe_limits
 from forkd.host.finding import Finding, Status
+from forkd.host.memory import parse_kib_table
 
 _MIB = 1 << 20
 # Measured under TCG: a child that has run numpy owns 28 MiB; with room for one that works a little.
@@ -36,11 +37,7 @@ def probe_memory() -> Finding:
 
 def parse_available(meminfo: str) -> int | None:
     """Bytes a new process may have without swapping."""
-    for line in meminfo.splitlines():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) * 1024
-    return None
+    return parse_kib_table(meminfo).get("MemAvailable")
 
 
 def judge_memory(available_bytes: int, group_left_bytes: int | None) -> Finding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 
 from forkd.host.finding import Finding, Status
 from forkd.host.programs import find_program
@@ -21,10 +22,17 @@ def probe_image_building() -> Finding:
     return judge_attempt(_attempt(render_attempt(unshare, as_root=as_root)), as_root=as_root)
 
 
-def render_attempt(unshare: str, *, as_root: bool) -> list[str]:
-    """A user other than root also needs a range of ids, so that files get the owners they have in the image."""
+def render_namespaced(argv: Sequence[str], *, unshare: str, as_root: bool) -> list[str]:
+    """`argv` in fresh mount and pid namespaces.
+
+    A user other than root also needs a range of ids, so that files get the owners they have in the image.
+    """
     user = [] if as_root else ["--user", "--map-root-user", "--map-auto"]
-    return [unshare, *user, "--mount", "--pid", "--fork", "--kill-child=KILL", "--", "true"]
+    return [unshare, *user, "--mount", "--pid", "--fork", "--kill-child=KILL", "--", *argv]
+
+
+def render_attempt(unshare: str, *, as_root: bool) -> list[str]:
+    return render_namespaced(["true"], unshare=unshare, as_root=as_root)
 
 
 def judge_attempt(complaint: str | None, *, as_root: bool) -> Finding:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from forkd.errors import BuildFailed, InvalidInput
-from forkd.host.tools import find_tool, tool_environment
+from forkd.host.tools import find_tool
 from forkd.image.erofs import MOUNTED_OVER, ROOT_FILE, render_mkfs
 from forkd.image.interpreter import get_interpreter
-from forkd.image.namespace import check_namespaces, remove_tree, run_namespaced
+from forkd.image.namespace import check_namespaces, run_mmdebstrap
 from forkd.image.progress import Progress
 from forkd.image.spec import DebianSource
 from forkd.image.tree import parse_listing
@@ -110,26 +110,15 @@ def build_debian_root(source: DebianSource, out: Path, work: Path, progress: Pro
     progress.stage(f"Installing Debian {source.suite} with {' '.join(source.packages) or 'nothing more'}")
     hook = work / "pack.sh"
     hook.write_text(_PACK)
-    temporary = work / "tmp"
-    temporary.mkdir()
-    env = tool_environment(
-        TMPDIR=str(temporary),
-        FORKD_WORK=str(work),
+    run_mmdebstrap(
+        render_mmdebstrap(source, mmdebstrap, hook, _find_merged_usr(mmdebstrap)),
+        work=work,
+        doing="Installing the image's packages",
+        deadline_s=_BUILD_DEADLINE_S,
+        progress=progress,
         FORKD_EPOCH=str(_EPOCH_S),
         FORKD_MKFS=shlex.join(render_mkfs(mkfs, out / ROOT_FILE, work / "view")),
     )
-    try:
-        run_namespaced(
-            render_mmdebstrap(source, mmdebstrap, hook, _find_merged_usr(mmdebstrap)),
-            doing="Installing the image's packages",
-            deadline_s=_BUILD_DEADLINE_S,
-            on_line=progress.line,
-            env=env,
-            disk=work,
-        )
-    finally:
-        # Without root, a killed mmdebstrap leaves files of our subordinate ids: only a namespace can remove them.
-        remove_tree(temporary)
     return _facts(work)
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from forkd.errors import BuildFailed
-from forkd.host.tools import find_tool, tool_environment
+from forkd.host.tools import find_tool
 from forkd.image.modules import ModuleIndex, index_modules
-from forkd.image.namespace import check_namespaces, remove_tree, run_namespaced
+from forkd.image.namespace import check_namespaces, run_mmdebstrap
 from forkd.image.progress import Progress
 
 KERNEL_PACKAGE = "linux-image-cloud-amd64"
@@ -64,22 +64,15 @@ def build_kernel(suite: str, mirror: str | None, out: Path, work: Path, progress
     progress.stage(f"Fetching the kernel {KERNEL_PACKAGE} of Debian {suite}")
     hook = work / "fetch.sh"
     hook.write_text(_FETCH)
-    temporary = work / "tmp"
-    temporary.mkdir()
-    env = tool_environment(
-        TMPDIR=str(temporary), FORKD_WORK=str(work), FORKD_OUT=str(out), FORKD_PACKAGE=KERNEL_PACKAGE
+    run_mmdebstrap(
+        render_fetch(mmdebstrap, hook, suite, mirror),
+        work=work,
+        doing="Fetching the kernel",
+        deadline_s=_DEADLINE_S,
+        progress=progress,
+        FORKD_OUT=str(out),
+        FORKD_PACKAGE=KERNEL_PACKAGE,
     )
-    try:
-        run_namespaced(
-            render_fetch(mmdebstrap, hook, suite, mirror),
-            doing="Fetching the kernel",
-            deadline_s=_DEADLINE_S,
-            on_line=progress.line,
-            env=env,
-            disk=work,
-        )
-    finally:
-        remove_tree(temporary)
     version = _read_version(work)
     index_kernel(out)
     return {"kernel_version": version}

@@ -13,15 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from forkd.errors import BuildFailed, ForkdError, HostLacks
-from forkd.host.tools import find_tool, run_tool
+from forkd.host.tools import find_tool, run_tool, tool_environment
+from forkd.host.userns import render_namespaced
+from forkd.image.progress import Progress
 
 _PROBE_DEADLINE_S = 20.0
 _CLEAN_DEADLINE_S = 120.0
-
-
-def render_namespaced(argv: Sequence[str | Path], *, unshare: Path, as_root: bool) -> list[str]:
-    user = [] if as_root else ["--user", "--map-root-user", "--map-auto"]
-    return [str(unshare), *user, "--mount", "--pid", "--fork", "--kill-child=KILL", "--", *map(str, argv)]
 
 
 def run_namespaced(
@@ -34,8 +31,23 @@ def run_namespaced(
     env: Mapping[str, str] | None = None,
     disk: Path | None = None,
 ) -> None:
-    command = render_namespaced(argv, unshare=find_tool("unshare"), as_root=os.geteuid() == 0)
+    unshare = str(find_tool("unshare"))
+    command = render_namespaced([str(word) for word in argv], unshare=unshare, as_root=os.geteuid() == 0)
     run_tool(command, doing=doing, failure=failure, deadline_s=deadline_s, on_line=on_line, env=env, disk=disk)
+
+
+def run_mmdebstrap(
+    argv: Sequence[str | Path], *, work: Path, doing: str, deadline_s: float, progress: Progress, **variables: str
+) -> None:
+    """Run it with its temporary files in `work`; its hooks see FORKD_WORK and `variables` in their environment."""
+    temporary = work / "tmp"
+    temporary.mkdir()
+    env = tool_environment(TMPDIR=str(temporary), FORKD_WORK=str(work), **variables)
+    try:
+        run_namespaced(argv, doing=doing, deadline_s=deadline_s, on_line=progress.line, env=env, disk=work)
+    finally:
+        # Without root, a killed mmdebstrap leaves files of our subordinate ids: only a namespace can remove them.
+        remove_tree(temporary)
 
 
 def check_namespaces() -> None:
