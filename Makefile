@@ -9,7 +9,7 @@ export FORKD_TEST_HOME ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/forkd/tests
 help:
 	@echo "make demo   fork one warmed VM into 100 (sets everything up first)"
 	@echo "make test   lint, types, import rules and the whole test suite; T=path::test for a part of it"
-	@echo "make bench  measure, write bench/results.json and docs/bench.svg"
+	@echo "make bench  measure, write bench/results.json and the charts in docs/"
 	@echo "make lint   the static checks only"
 
 setup:
