@@ -3,7 +3,11 @@
     ForkdError
     ├── InvalidInput            a name, number or request that can never work
     ├── NotFound                no such image, snapshot, file
+    ├── Unauthorized            no token, or one the daemon does not know
     ├── Conflict                it exists already, or is in use
+    │   └── NotRunning          the sandbox is starting, paused or being removed
+    ├── Unsupported             named in the API, not built yet
+    ├── Unreachable             no daemon answers, or it broke off: the outcome of the call is unknown
     ├── HostLacks               a tool, a kernel facility or a permission is missing on this machine
     ├── NoCapacity              not enough memory, CPU or disk for this, now
     ├── BuildFailed             an image could not be built
@@ -21,6 +25,7 @@
 
 A class exists where a caller would act differently. `code` is stable and goes over the wire, `exit_code` is what
 the command line returns, `hint` says what to do next, `details` are more lines (a console tail) for people.
+Raised by a client, an error also has `status`, `body` and `url` of the answer it came with.
 """
 
 from __future__ import annotations
@@ -35,6 +40,9 @@ class ForkdError(Exception):
         self.message = message
         self.hint = hint
         self.details = details
+        self.status: int | None = None
+        self.body: object = None
+        self.url: str | None = None
 
 
 class InvalidInput(ForkdError):
@@ -50,6 +58,25 @@ class NotFound(ForkdError):
 class Conflict(ForkdError):
     code = "conflict"
     exit_code = 4
+
+
+class NotRunning(Conflict):
+    code = "not_running"
+
+
+class Unauthorized(ForkdError):
+    code = "unauthorized"
+    exit_code = 16
+
+
+class Unsupported(ForkdError):
+    code = "unsupported"
+    exit_code = 17
+
+
+class Unreachable(ForkdError):
+    code = "unreachable"
+    exit_code = 18
 
 
 class HostLacks(ForkdError):

@@ -1,4 +1,4 @@
-"""Names people choose: image names and snapshot tags. One rule, one parser each."""
+"""Names people choose: of images, snapshots, workspaces, tokens. One rule for all."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _HINT = "Use 1 to 64 letters, digits, '-' or '_'"
 
 
 def parse_image_name(text: str) -> ImageName:
-    return ImageName(_checked(text, "image name"))
+    return ImageName(parse_name(text, "image name"))
 
 
 def parse_tag(text: str) -> SnapshotTag:
-    return SnapshotTag(_checked(text, "snapshot tag"))
+    return SnapshotTag(parse_name(text, "snapshot tag"))
 
 
-def _checked(text: str, what: str) -> str:
+def parse_name(text: str, what: str) -> str:
     if _NAME.fullmatch(text) is None or text.startswith("-"):
         shown = ascii(text if len(text) <= 70 else text[:67] + "...")
         raise InvalidInput(f"{shown} is not a legal {what}", hint=_HINT + ", not starting with '-'")

@@ -1,0 +1,127 @@
+"""A sandbox as the registry knows it: its states, what may follow which, and what is recorded about it."""
+
+from __future__ import annotations
+
+import enum
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from forkd.errors import InvalidInput
+from forkd.model.names import SnapshotTag
+
+MAX_TIMEOUT_S = 30 * 24 * 3600.0
+MAX_PAIRS = 64
+MAX_PAIR_VALUE_BYTES = 1024
+
+_ID = re.compile(r"sb-[0-9a-f]{10}", re.ASCII)
+_PAIR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,62}", re.ASCII)
+
+
+class State(enum.Enum):
+    STARTING = "starting"  # reserved; a VM may or may not exist yet
+    RUNNING = "running"
+    PAUSED = "paused"
+    STOPPING = "stopping"  # asked to go; will be gone whatever happens
+    DEAD = "dead"  # its VM ended by itself, and somebody may want to know why
+
+
+# What may follow. A row that is removed has no state: STARTING, STOPPING and DEAD rows may be.
+TRANSITIONS: Mapping[State, frozenset[State]] = {
+    State.STARTING: frozenset({State.RUNNING}),
+    State.RUNNING: frozenset({State.PAUSED, State.STOPPING, State.DEAD}),
+    State.PAUSED: frozenset({State.RUNNING, State.STOPPING, State.DEAD}),
+    State.STOPPING: frozenset(),
+    State.DEAD: frozenset(),
+}
+LIVE = frozenset({State.STARTING, State.RUNNING, State.PAUSED})
+
+
+class OnTimeout(enum.Enum):
+    KILL = "kill"
+    PAUSE = "pause"
+
+
+@dataclass(frozen=True)
+class SandboxSpec:
+    """What one spawn asks for. Checked when built; `env` is for the guest only and never recorded."""
+
+    snapshot_tag: SnapshotTag
+    n: int = 1
+    memory_limit_mib: int | None = None
+    timeout_s: float | None = None
+    on_timeout: OnTimeout = OnTimeout.KILL
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    workspace: str | None = None
+    agent_port: int | None = None
+    allow_partial: bool = False
+
+    def __post_init__(self) -> None:
+        check_timeout(self.timeout_s)
+        check_pairs(self.labels, "label")
+        check_pairs(self.metadata, "metadata")
+        if self.memory_limit_mib is not None and not 1 <= self.memory_limit_mib <= 1 << 30:
+            raise InvalidInput(f"{self.memory_limit_mib} MiB is no memory limit")
+        if self.agent_port is not None and (self.n != 1 or not 1 <= self.agent_port <= 65535):
+            raise InvalidInput("agent_port is a port of 1 to 65535, for one sandbox")
+
+
+@dataclass(frozen=True)
+class SandboxRecord:
+    """One row of the registry. `number` rises with every sandbox and orders them."""
+
+    number: int
+    id: str
+    snapshot_tag: SnapshotTag
+    state: State
+    created_at_unix: float
+    engine: str
+    isolation: str
+    agent_port: int  # guest_addr is 127.0.0.1:<agent_port>
+    pid: int | None = None
+    memory_limit_mib: int | None = None
+    deadline_unix: float | None = None
+    on_timeout: OnTimeout = OnTimeout.KILL
+    labels: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    workspace: str | None = None
+    cause: str | None = None
+
+
+def new_sandbox_id() -> str:
+    return f"sb-{secrets.token_hex(5)}"
+
+
+def parse_sandbox_id(text: str) -> str:
+    """Ids are ours: what does not look like one is none, and never reaches a path."""
+    if _ID.fullmatch(text) is None:
+        raise InvalidInput(f"{text[:70]!a} is not a sandbox id", hint="List them with: forkd ls")
+    return text
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise InvalidInput(f"{timeout_s} s is no time limit", hint=f"Use up to {MAX_TIMEOUT_S:.0f} s, or none")
+
+
+def check_pairs(pairs: Mapping[str, str], what: str) -> None:
+    if len(pairs) > MAX_PAIRS:
+        raise InvalidInput(f"More than {MAX_PAIRS} entries of {what}")
+    for name, value in pairs.items():
+        if _PAIR_NAME.fullmatch(name) is None:
+            raise InvalidInput(
+                f"{ascii(name)[:70]} is not a legal {what} name",
+                hint="Use letters, digits, '_', '-', '.' or '/', at most 63, starting with a letter or digit",
+            )
+        if not isinstance(value, str) or "\0" in value or len(_encoded(value, what)) > MAX_PAIR_VALUE_BYTES:
+            raise InvalidInput(f"The value of {what} {name} is not a text of at most {MAX_PAIR_VALUE_BYTES} bytes")
+
+
+def _encoded(value: str, what: str) -> bytes:
+    try:
+        return value.encode()
+    except UnicodeEncodeError:
+        raise InvalidInput(f"A value of {what} is not UTF-8 text") from None

@@ -1,0 +1,167 @@
+"""The bodies of the REST API, as clients see them. docs/rest.md says when each key is there."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+
+class ErrorBody(TypedDict):
+    error: str
+    code: str
+    hint: str | None
+    details: NotRequired[str]
+
+
+class SandboxInfo(TypedDict):
+    id: str
+    snapshot_tag: str
+    netns: str | None
+    guest_addr: str
+    created_at_unix: int
+    pid: int | None
+    memory_limit_mib: int | None
+    has_branched: bool
+    last_branch_memory_path: str | None
+    branch_count: int
+    state: Literal["starting", "running", "paused", "stopping", "dead"]
+    cause: str | None
+    engine: str
+    isolation: str
+    deadline_unix: float | None
+    on_timeout: Literal["kill", "pause"]
+    labels: dict[str, str]
+    metadata: dict[str, str]
+    workspace: str | None
+
+
+class SnapshotInfo(TypedDict):
+    tag: str
+    dir: str
+    created_at_unix: int
+    status: Literal["writing", "ready", "failed"]
+    bootable: bool
+    branched_from: NotRequired[str]
+    pause_ms: NotRequired[int]
+    diff_ms: NotRequired[int]
+    diff_physical_bytes: NotRequired[int]
+    diff_logical_bytes: NotRequired[int]
+    warning: NotRequired[str]
+    code: NotRequired[str]
+    image_id: NotRequired[str]
+    engine: NotRequired[str]
+    memory_mib: NotRequired[int]
+    vcpus: NotRequired[int]
+    warm: NotRequired[str]
+    progress: NotRequired[str]
+
+
+class SnapshotInfoDetail(TypedDict):
+    tag: str
+    dir: str
+    created_at_unix: NotRequired[int]
+    memory_logical_bytes: int
+    memory_physical_bytes: int
+    vmstate_bytes: int
+    parent_tag: NotRequired[str]
+    parent_content_hash: NotRequired[str]
+    chain_depth: int
+    dependents: list[str]
+    ancestors: list[str]
+
+
+class WorkspaceInfo(TypedDict):
+    id: str
+    name: str
+    source_snapshot_tag: str
+    current_state_tag: NotRequired[str]
+    status: Literal["running", "suspended", "stale"]
+    live_sandbox_id: NotRequired[str]
+    created_at_unix: int
+    last_active_unix: int
+    last_branch_memory_path: NotRequired[str]
+
+
+class ExecResponse(TypedDict):
+    stdout: str
+    stderr: str
+    exit_code: int
+    truncated: bool
+
+
+class EvalResponse(TypedDict):
+    result: str | None
+    error: str | None
+    exit_code: int
+    value: Any
+    has_value: bool
+    stdout: str
+    stderr: str
+    traceback: str | None
+    truncated: bool
+
+
+class PingResponse(TypedDict):
+    pong: bool
+    numpy_version: str
+    pid: int
+    agent_lang: str
+    warmup_ready: bool
+
+
+class VersionResponse(TypedDict):
+    version: str
+    api: str
+    engine: str
+    isolation: str
+    pid: int
+    listeners: list[str]
+
+
+class ProcessInfo(TypedDict):
+    pid: int
+    args: list[str] | None
+    shell: str | None
+    pty: bool
+    running: bool
+    exit_code: int | None
+    signal: int | None
+    timed_out: bool
+    started_at_unix: float
+
+
+class FileInfo(TypedDict):
+    name: str
+    path: str
+    type: Literal["file", "dir", "symlink", "fifo", "socket", "char", "block", "unknown"]
+    size: int
+    mode: int
+    uid: int
+    gid: int
+    mtime_ns: int
+    target: str | None
+
+
+class FileListing(TypedDict):
+    entries: list[FileInfo]
+    truncated: bool
+
+
+class Event(TypedDict):
+    id: int
+    ts_unix: float
+    type: str
+    sandbox_id: str | None
+    snapshot_tag: str | None
+    data: dict[str, Any]
+
+
+class LineageSnapshot(TypedDict):
+    tag: str
+    parent_tag: str | None
+    status: Literal["writing", "ready", "failed"]
+    sandboxes: list[SandboxInfo]
+
+
+class Lineage(TypedDict):
+    snapshots: list[LineageSnapshot]
+    orphans: list[SandboxInfo]

@@ -1,0 +1,33 @@
+"""Where client and daemon meet when nobody says otherwise: a unix socket in the runtime directory, or TCP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+DEFAULT_BIND = "127.0.0.1:8889"
+DEFAULT_URL = f"http://{DEFAULT_BIND}"
+SOCKET_NAME = "forkd.sock"
+
+
+def find_runtime_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """FORKD_RUNTIME_DIR, else the system's place for sockets and pids of this user. None where there are no users."""
+    if explicit := environ.get("FORKD_RUNTIME_DIR"):
+        return Path(explicit).absolute()
+    if not hasattr(os, "geteuid"):
+        return None
+    if os.geteuid() == 0:
+        return Path("/run/forkd")
+    if given := environ.get("XDG_RUNTIME_DIR"):
+        return Path(given) / "forkd"
+    # Directly in /tmp, whose sticky bit keeps others from putting theirs in its place.
+    return Path(f"/tmp/forkd-{os.geteuid()}")
+
+
+def find_socket(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The daemon's unix socket: FORKD_SOCKET, else the one in the runtime directory. None: there can be none."""
+    if explicit := environ.get("FORKD_SOCKET"):
+        return None if explicit == "none" else Path(explicit).absolute()
+    runtime = find_runtime_directory(environ)
+    return None if runtime is None else runtime / SOCKET_NAME
