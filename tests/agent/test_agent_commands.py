@@ -236,6 +236,27 @@ def test_a_terminal_is_a_terminal(guest: Guest) -> None:
     guest.run(body)
 
 
+def test_the_last_words_on_a_terminal_are_not_lost(guest: Guest) -> None:
+    async def run(agent: Agent) -> None:
+        for number in range(60):
+            async with await agent.start(f"echo last words {number}", pty=(24, 80)) as process:
+                result = await process.wait(max_output_bytes=1000)
+            assert result.stdout == b"last words %d\r\n" % number
+
+    guest.run(run)
+
+
+def test_a_terminal_that_somebody_keeps_holds_nobody_up(guest: Guest) -> None:
+    async def run(agent: Agent) -> None:
+        async with await agent.start("trap '' HUP; sleep 60 & echo said $!", pty=(24, 80)) as process:
+            result = await process.wait(max_output_bytes=1000)
+        said, keeper = result.stdout.split()
+        os.kill(int(keeper), signal.SIGKILL)  # it was still there
+        assert said == b"said" and await gone(int(keeper))
+
+    guest.run(run)
+
+
 def test_ctrl_c_in_a_terminal_interrupts(guest: Guest) -> None:
     async def body(agent: Agent) -> None:
         async with await agent.start("echo go; sleep 30", pty=(24, 80)) as process:

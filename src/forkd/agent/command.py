@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from forkd.agent.port import Port
 
 _MAX_ARGUMENTS = 4096
+_TERMINAL_END_S = 0.5
 _END_OF_INPUT = b"\x04"  # what a terminal takes for the end of its input
 
 
@@ -196,13 +197,25 @@ class Command(Stream):
 
     def _drain(self, sources: List[Source]) -> None:
         """What the program wrote itself; not what its children, holding its pipes, may still write."""
-        if sources:
+        if sources and self._terminal >= 0:
+            self._drain_terminal(sources.pop())
+        elif sources:
             source = sources.pop()
             source.drain_counted(lambda: self._drain(sources))
         elif self._attached:
             self._send(REPLY, render_exit(self._status or 0, self._timed_out))
             self._attached = False
             self._end()
+
+    def _drain_terminal(self, source: Source) -> None:
+        """The kernel carries what was written to a terminal over a moment later, and counts it only then."""
+
+        def give_up() -> None:
+            source.drain_counted(lambda: self._drain([]))
+
+        # Nobody else holds the terminal, most often: then its end comes, right behind the last of its output.
+        self._timer = self._loop.call_at(time.monotonic() + _TERMINAL_END_S, give_up)
+        source.drain_to_end(lambda: self._drain([]))
 
     def _end(self) -> None:
         self._close_all()

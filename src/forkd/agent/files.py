@@ -60,7 +60,8 @@ def list_directory(request: Dict[str, Any]) -> Dict[str, Any]:
     size = 0
     with os.scandir(get_path(request)) as found:
         for entry in found:
-            size += _ENTRY_BYTES + 6 * len(entry.name)
+            target = _find_target(entry)
+            size += _ENTRY_BYTES + 6 * (len(entry.name) + len(target))
             if len(entries) == limit or size > _MAX_LISTING_BYTES:
                 truncated = True
                 break
@@ -68,7 +69,17 @@ def list_directory(request: Dict[str, Any]) -> Dict[str, Any]:
                 entries.append(dict(render_stat(entry.stat(follow_symlinks=False)), name=entry.name))
             except FileNotFoundError:
                 continue  # gone since the directory was read
+            if target:
+                entries[-1]["target"] = target
     return {"entries": entries, "truncated": truncated}
+
+
+def _find_target(entry: os.DirEntry[str]) -> str:
+    """Empty for what is no link."""
+    try:
+        return os.readlink(entry.path) if entry.is_symlink() else ""
+    except OSError:  # replaced since the directory was read
+        return ""
 
 
 def remove(request: Dict[str, Any]) -> Dict[str, Any]:

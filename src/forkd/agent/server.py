@@ -102,6 +102,7 @@ class Server:
         self._calls: Dict[str, Callable[[int, Dict[str, Any]], None]] = {
             "ping": self._ping,
             "prepare_freeze": self._prepare_freeze,
+            "set_clock": self._set_clock,
             "read": self._read_file,
             "write": self._write_file,
         }
@@ -275,6 +276,13 @@ class Server:
 
     def _ping(self, stream: int, _request: Dict[str, Any]) -> None:
         self._reply(stream, self._describe())
+
+    def _set_clock(self, stream: int, request: Dict[str, Any]) -> None:
+        """After a pause, during which the host's clock went on and ours did not."""
+        unix_ns = request.get("unix_ns")
+        if type(unix_ns) is not int or not 0 < unix_ns < 1 << 63:
+            raise Refused("invalid", "That is no time")
+        self._reply(stream, {"realtime_ns": self._platform.set_clock(unix_ns)})
 
     def _describe(self) -> Dict[str, Any]:
         return {

@@ -61,6 +61,13 @@ class Source:
         self._left = left
         self._on_dry = on_dry
 
+    def drain_to_end(self, on_dry: Callable[[], None]) -> None:
+        """The same once nobody holds the other end any more; `drain_counted` cuts the wait short."""
+        if self.closed:
+            on_dry()
+        else:
+            self._on_dry = on_dry
+
     def close(self) -> None:
         if self.closed:
             return

@@ -6,11 +6,12 @@ import asyncio
 import json
 import secrets
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from forkd.errors import InvalidInput, ProtocolError
 from forkd.guest.channel import Channel
-from forkd.guest.exchange import CALL_S, Exchange, get_text, parse_object
+from forkd.guest.exchange import CALL_S, Exchange, get_int, get_text, parse_object
 from forkd.guest.files import FileCalls
 from forkd.guest.process import Process, render_exec
 from forkd.guest.results import (
@@ -38,6 +39,7 @@ DEFAULT_RUN_S = 300.0
 DEFAULT_OUTPUT_BYTES = 8 * 1024 * 1024
 CONNECT_S = 30.0
 FREEZE_S = 90.0
+CLOCK_TOLERANCE_NS = 1_000_000_000
 _HELLO_RETRY_S = 1.0
 _MAX_TIMEOUT_S = 7 * 24 * 3600.0
 # Beyond a deadline the agent keeps itself: SIGINT, its grace, SIGKILL, draining, and a busy host.
@@ -86,6 +88,12 @@ class Agent(FileCalls):
 
     async def ping(self, *, deadline_s: float = CALL_S) -> AgentInfo:
         return parse_info(await self.call({"op": "ping"}, "answer a ping", deadline_s))
+
+    async def set_clock(self, *, deadline_s: float = CALL_S) -> None:
+        """Step the guest's wall clock to the host's: a paused guest's stands still."""
+        answer = await self.call({"op": "set_clock", "unix_ns": time.time_ns()}, "set its clock", deadline_s)
+        if abs(get_int(answer, "realtime_ns") - time.time_ns()) > CLOCK_TOLERANCE_NS:
+            raise ProtocolError("The guest did not set its clock")
 
     async def prepare_freeze(self, *, deadline_s: float = FREEZE_S) -> None:
         """Returns when nothing of the agent's is under way and the VM may be frozen."""

@@ -13,7 +13,7 @@ import socket
 from collections import deque
 from typing import Protocol
 
-from forkd.errors import ChannelClosed, ForkdError, GuestTimeout, ProtocolError
+from forkd.errors import AgentError, ChannelClosed, ForkdError, GuestTimeout, ProtocolError
 from forkd.wire.agent import (
     CANCEL,
     MAX_MESSAGE,
@@ -74,7 +74,9 @@ class Channel:
         if self._error is not None:
             raise self._lost_error()
         if len(self._receivers) >= MAX_STREAMS:
-            raise ProtocolError(f"More than {MAX_STREAMS} exchanges with one guest at a time")
+            error = AgentError(f"More than {MAX_STREAMS} exchanges with one guest at a time")
+            error.code = "too_many"
+            raise error
         receiver.number = self._next_number
         self._next_number += 1
         self._receivers[receiver.number] = receiver

@@ -60,8 +60,8 @@ class Exchange:
         self._taken = 0  # how much of it was used up, and not yet granted again
         self._credit = WINDOW_BYTES  # how much more data we may send
         self._credit_waiter: asyncio.Future[None] | None = None
-        channel.open(self, kind, payload)
         self._timer: asyncio.TimerHandle | None = None
+        channel.open(self, kind, payload)
         if deadline_s is not None:
             self._timer = loop.call_later(deadline_s, self._on_deadline, deadline_s)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forkd.errors import ContractBroken, ProtocolError
-from forkd.guest.calls import Agent
+from forkd.guest.calls import CLOCK_TOLERANCE_NS, Agent
 from forkd.guest.channel import Channel
 from forkd.guest.exchange import Exchange, get_int, get_text
 from forkd.model.identity import Identity
@@ -19,7 +19,6 @@ from forkd.wire.agent import BECOME, CLOCK, encode_clock, pack_become
 REQUIRED_STEPS = ("entropy", "hostname", "machine_id", "environment", "interpreter", "scripts", "clock")
 HOOKS_S = 10.0
 BECOME_S = 30.0
-_CLOCK_TOLERANCE_NS = 1_000_000_000
 _MAX_CLOCK_QUESTIONS = 4
 _WHY_LIMIT = 8_000
 
@@ -84,7 +83,7 @@ def verify(answer: dict[str, Any], identity: Identity, nonce: str, asked_ns: int
         )
     except ProtocolError as error:
         raise ContractBroken("A fork gave evidence that cannot be read") from error
-    if not asked_ns - _CLOCK_TOLERANCE_NS <= proof.realtime_ns <= now_ns + _CLOCK_TOLERANCE_NS:
+    if not asked_ns - CLOCK_TOLERANCE_NS <= proof.realtime_ns <= now_ns + CLOCK_TOLERANCE_NS:
         raise ContractBroken("A fork broke the contract at step clock: its clock is not the host's")
     expected = hashlib.sha256((nonce + identity.hostname + identity.machine_id).encode()).hexdigest()
     _require_equal("proof", answer.get("proof"), {"nonce": nonce, "digest": expected})
