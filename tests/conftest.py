@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from forkd.host.marked import find_marked, kill_marked
 from forkd.host.paths import Home
 from forkd.image import Image, ImageStore, debian_spec, get_recipe
 
@@ -51,3 +53,20 @@ def nothing_left() -> Iterator[None]:
     assert descendants() <= processes
     assert Path("/proc/self/mounts").read_text() == mounts
     assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+@pytest.fixture
+def fake_home(python_image: Image, built_home: Home, tmp_path: Path) -> Iterator[Home]:
+    """An empty home that has the real images, with a runtime directory short enough for sockets.
+
+    For daemons with the fake engine, which asks for an image and looks at none of it.
+    """
+    root = tmp_path / "home"
+    root.mkdir()
+    (root / "images").symlink_to(built_home.images, target_is_directory=True)
+    with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as runtime:
+        home = Home(root, Path(runtime))
+        yield home
+        left = find_marked(home.runtime)
+        kill_marked(home.runtime)
+        assert left == {}, "VMs were left running"

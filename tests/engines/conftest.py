@@ -12,6 +12,7 @@ from engine_cases import Case
 
 from forkd.engines.base import BootSpec, Engine, Frozen
 from forkd.host.kvm_probe import probe_kvm
+from forkd.host.marked import find_marked
 from forkd.image import Image
 from forkd.model.machine import MachineSpec
 from forkd.runtime.engines import FakeEngine, QemuEngine
@@ -38,6 +39,7 @@ def run_directory() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as path:
         yield Path(path)
         assert list(Path(path).iterdir()) == []
+        assert find_marked(Path(path)) == {}
 
 
 @pytest.fixture(scope="session")

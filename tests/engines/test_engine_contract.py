@@ -13,15 +13,16 @@ from engine_cases import Case
 
 from forkd.engines.base import ExitReason
 from forkd.errors import ContractBroken, GuestDied, GuestTimeout, SnapshotIncompatible
+from forkd.host.marked import find_marked
 from forkd.runtime.sandbox import Sandbox
-from forkd.runtime.spawn import fork_children, fork_one, kill_all
+from forkd.runtime.spawn import fork_children, fork_one, kill_all, new_identities
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def test_a_child_goes_on_where_its_parent_was_frozen(case: Case, run_directory: Path) -> None:
     async def body() -> None:
-        child = await fork_one(case.engine, case.frozen, run_directory)
+        child = await fork_one(case.engine, case.frozen, new_identities(1)[0], run_directory)
         try:
             assert (await child.agent.eval("past + 1")).value == 42
         finally:
@@ -32,7 +33,7 @@ def test_a_child_goes_on_where_its_parent_was_frozen(case: Case, run_directory: 
 
 def test_children_share_nothing_they_write(case: Case, run_directory: Path) -> None:
     async def body() -> None:
-        children = await fork_children(case.engine, case.frozen, 4, run_directory)
+        children = (await fork_children(case.engine, case.frozen, new_identities(4), run_directory)).sandboxes
         try:
             for number, child in enumerate(children):
                 await child.agent.eval(f"past = {number}")
@@ -45,7 +46,7 @@ def test_children_share_nothing_they_write(case: Case, run_directory: Path) -> N
 
 def test_children_repeat_no_randomness(case: Case, run_directory: Path) -> None:
     async def body() -> None:
-        children = await fork_children(case.engine, case.frozen, 4, run_directory)
+        children = (await fork_children(case.engine, case.frozen, new_identities(4), run_directory)).sandboxes
         try:
             drawn = [(await child.agent.eval("random.getrandbits(64)")).value for child in children]
             assert len(set(drawn)) == 4
@@ -59,7 +60,7 @@ def test_children_repeat_no_randomness(case: Case, run_directory: Path) -> None:
 
 def test_a_paused_machine_is_silent_until_it_is_resumed(case: Case, run_directory: Path) -> None:
     async def body() -> None:
-        child = await fork_one(case.engine, case.frozen, run_directory)
+        child = await fork_one(case.engine, case.frozen, new_identities(1)[0], run_directory)
         try:
             await child.machine.pause()
             with pytest.raises(GuestTimeout):
@@ -74,7 +75,7 @@ def test_a_paused_machine_is_silent_until_it_is_resumed(case: Case, run_director
 
 def test_killing_ends_the_process_and_can_be_repeated(case: Case, run_directory: Path) -> None:
     async def body() -> None:
-        child = await fork_one(case.engine, case.frozen, run_directory)
+        child = await fork_one(case.engine, case.frozen, new_identities(1)[0], run_directory)
         pid = child.machine.pid
         await child.kill()
         await child.kill()
@@ -85,9 +86,26 @@ def test_killing_ends_the_process_and_can_be_repeated(case: Case, run_directory:
     asyncio.run(body())
 
 
+def test_a_kill_that_is_cancelled_ends_it_all_the_same(case: Case, run_directory: Path) -> None:
+    async def body() -> None:
+        child = await fork_one(case.engine, case.frozen, new_identities(1)[0], run_directory)
+        child.agent.close()
+        killing = asyncio.create_task(child.machine.kill())
+        await asyncio.sleep(0)
+        killing.cancel()
+        await asyncio.sleep(0)
+        killing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await killing
+        assert child.machine.death.done()
+        assert list(run_directory.iterdir()) == []
+
+    asyncio.run(body())
+
+
 def test_a_vmm_killed_from_outside_has_crashed(case: Case, run_directory: Path) -> None:
     async def body() -> None:
-        child = await fork_one(case.engine, case.frozen, run_directory)
+        child = await fork_one(case.engine, case.frozen, new_identities(1)[0], run_directory)
         try:
             os.kill(child.machine.pid, signal.SIGKILL)
             death = await asyncio.wait_for(asyncio.shield(child.machine.death), 10)
@@ -102,14 +120,13 @@ def test_a_vmm_killed_from_outside_has_crashed(case: Case, run_directory: Path) 
 def test_a_child_whose_vmm_dies_at_its_start_is_an_error_with_the_reason(case: Case, run_directory: Path) -> None:
     async def body() -> None:
         async def kill_it() -> None:
-            while not list(run_directory.glob("*/pid")):
+            while not (found := find_marked(run_directory)):
                 await asyncio.sleep(0.001)
-            pid = next(iter(run_directory.glob("*/pid"))).read_text().split()[0]
-            os.kill(int(pid), signal.SIGKILL)
+            os.kill(next(iter(found.values())).pid, signal.SIGKILL)
 
         killer = asyncio.create_task(kill_it())
         with pytest.raises(GuestDied, match="crashed"):
-            await fork_one(case.engine, case.frozen, run_directory)
+            await fork_one(case.engine, case.frozen, new_identities(1)[0], run_directory)
         await killer
 
     asyncio.run(body())
@@ -125,7 +142,7 @@ def test_one_failing_child_takes_its_siblings_with_it(case: Case, run_directory:
 
     async def body() -> None:
         with pytest.raises(ContractBroken, match="made up"):
-            await fork_children(case.engine, case.frozen, 4, run_directory, after=spoil)
+            await fork_children(case.engine, case.frozen, new_identities(4), run_directory, after=spoil)
         assert all(sandbox.machine.death.done() for sandbox in seen)
 
     asyncio.run(body())
@@ -133,7 +150,7 @@ def test_one_failing_child_takes_its_siblings_with_it(case: Case, run_directory:
 
 def test_a_cancelled_fork_leaves_no_child(case: Case, run_directory: Path) -> None:
     async def body() -> None:
-        forking = asyncio.create_task(fork_children(case.engine, case.frozen, 6, run_directory))
+        forking = asyncio.create_task(fork_children(case.engine, case.frozen, new_identities(6), run_directory))
         while len(list(run_directory.iterdir())) < 3:
             await asyncio.sleep(0.005)
         forking.cancel()

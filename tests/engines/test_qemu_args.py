@@ -9,8 +9,8 @@ import pytest
 from forkd.engines.base import BootSpec, ExitReason, tail_of
 from forkd.engines.qemu.args import Ram, Seat, render_args
 from forkd.engines.qemu.binary import Binary, parse_cpu, parse_version, render_platform
-from forkd.engines.qemu.machine import parse_exit
-from forkd.errors import HostLacks
+from forkd.engines.qemu.machine import parse_exit, parse_paused
+from forkd.errors import EngineFailed, HostLacks
 from forkd.host.process import ExitStatus
 from forkd.model.machine import MachineSpec
 
@@ -103,10 +103,21 @@ def test_the_platform_has_the_hosts_cpu_only_under_kvm() -> None:
         (ExitStatus(0, None), "Kernel panic - not syncing: x", ExitReason.PANICKED),
         (ExitStatus(1, None), "", ExitReason.CRASHED),
         (ExitStatus(None, 9), "Kernel panic - not syncing: x", ExitReason.CRASHED),
+        (ExitStatus(None, None), "Kernel panic - not syncing: x", ExitReason.PANICKED),
+        (ExitStatus(None, None), "[  9.1] reboot: Power down", ExitReason.POWERED_OFF),
+        (ExitStatus(None, None), "", ExitReason.UNKNOWN),
     ],
 )
 def test_why_qemu_ended(status: ExitStatus, console: str, reason: ExitReason) -> None:
     assert parse_exit(status, console) is reason
+
+
+def test_only_a_vm_that_runs_or_was_paused_can_be_taken_over() -> None:
+    assert parse_paused({"status": "running", "running": True}) is False
+    assert parse_paused({"status": "paused", "running": False}) is True
+    for other in ({"status": "inmigrate"}, {"status": "internal-error"}, {}, "what", None):
+        with pytest.raises(EngineFailed, match="says that the VM is"):
+            parse_paused(other)
 
 
 def test_a_console_cannot_drive_the_readers_terminal(tmp_path: Path) -> None:

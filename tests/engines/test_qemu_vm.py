@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_cases import Case
+from engine_cases import Case, left_behind
 
 from forkd.engines.base import ExitReason
 from forkd.errors import ContractBroken, EngineFailed, GuestDied
@@ -18,7 +18,7 @@ from forkd.guest.calls import Agent
 from forkd.guest.identity import become
 from forkd.model.identity import new_identity
 from forkd.runtime.sandbox import explain
-from forkd.runtime.spawn import fork_children, fork_one, kill_all
+from forkd.runtime.spawn import fork_children, fork_one, kill_all, new_identities
 
 pytestmark = [pytest.mark.vm, pytest.mark.usefixtures("nothing_left")]
 
@@ -27,7 +27,7 @@ def _end(case: Case, run: Path, code: str) -> tuple[ExitReason, str]:
     """Run `code` in a child, wait for the child's end; why it ended and what its console said last."""
 
     async def body() -> tuple[ExitReason, str]:
-        child = await fork_one(case.engine, case.frozen, run)
+        child = await fork_one(case.engine, case.frozen, new_identities(1)[0], run)
         try:
             asking = asyncio.create_task(child.agent.eval(code))
             death = await asyncio.wait_for(asyncio.shield(child.machine.death), 60)
@@ -50,9 +50,29 @@ def test_a_guest_that_powers_itself_off_says_so(frozen_qemu: Case, run_directory
     assert reason is ExitReason.POWERED_OFF
 
 
+@pytest.mark.parametrize(("key", "reason"), [("c", ExitReason.PANICKED), ("o", ExitReason.POWERED_OFF)])
+def test_the_end_of_an_adopted_vm_is_told_from_the_console_alone(
+    frozen_qemu: Case, run_directory: Path, key: str, reason: ExitReason
+) -> None:
+    async def body(directory: Path) -> None:
+        machine = await frozen_qemu.engine.adopt(directory)
+        agent = await Agent.connect(machine.take_channel())
+        try:
+            asking = asyncio.create_task(agent.eval(f"open('/proc/sysrq-trigger', 'w').write('{key}')"))
+            death = await asyncio.wait_for(asyncio.shield(machine.death), 60)
+            await asyncio.gather(asking, return_exceptions=True)
+            assert (death.reason, death.status) == (reason, "exit status unknown")
+        finally:
+            agent.close()
+            await machine.kill()
+
+    with left_behind(frozen_qemu, run_directory) as directory:
+        asyncio.run(body(directory))
+
+
 def test_a_call_to_a_guest_that_panics_ends_with_its_last_words(frozen_qemu: Case, run_directory: Path) -> None:
     async def body() -> None:
-        child = await fork_one(frozen_qemu.engine, frozen_qemu.frozen, run_directory)
+        child = await fork_one(frozen_qemu.engine, frozen_qemu.frozen, new_identities(1)[0], run_directory)
         try:
             with pytest.raises(GuestDied, match="kernel panic") as caught:
                 try:
@@ -70,7 +90,7 @@ def test_a_call_to_a_guest_that_panics_ends_with_its_last_words(frozen_qemu: Cas
 
 def test_the_console_is_kept_and_a_flood_of_it_is_bounded(frozen_qemu: Case, run_directory: Path) -> None:
     async def body() -> None:
-        child = await fork_one(frozen_qemu.engine, frozen_qemu.frozen, run_directory)
+        child = await fork_one(frozen_qemu.engine, frozen_qemu.frozen, new_identities(1)[0], run_directory)
         try:
             await child.agent.eval("open('/dev/console', 'w').write('a line of mine\\x1b[2J\\n')")
             await asyncio.sleep(0.5)
@@ -86,9 +106,8 @@ def test_the_console_is_kept_and_a_flood_of_it_is_bounded(frozen_qemu: Case, run
 
 def test_a_fork_has_names_clock_entropy_and_environment_of_its_own(frozen_qemu: Case, run_directory: Path) -> None:
     async def body() -> None:
-        children = await fork_children(
-            frozen_qemu.engine, frozen_qemu.frozen, 3, run_directory, env={"MY_TASK": "seven"}
-        )
+        identities = new_identities(3, env={"MY_TASK": "seven"})
+        children = (await fork_children(frozen_qemu.engine, frozen_qemu.frozen, identities, run_directory)).sandboxes
         try:
             seen = []
             for child in children:
@@ -120,7 +139,8 @@ def test_a_fork_has_names_clock_entropy_and_environment_of_its_own(frozen_qemu: 
 
 def test_each_fork_has_its_own_kernel_and_memory(frozen_qemu: Case, run_directory: Path) -> None:
     async def body() -> None:
-        first, second = await fork_children(frozen_qemu.engine, frozen_qemu.frozen, 2, run_directory)
+        forked = await fork_children(frozen_qemu.engine, frozen_qemu.frozen, new_identities(2), run_directory)
+        first, second = forked.sandboxes
         try:
             await first.agent.write_file("/root/mine", b"only here")
             await first.agent.run("echo 7 > /proc/sys/kernel/printk; mount -t tmpfs none /mnt", timeout_s=30)
@@ -139,7 +159,7 @@ def test_each_fork_has_its_own_kernel_and_memory(frozen_qemu: Case, run_director
 
 def test_commands_and_files_work_in_a_real_guest(frozen_qemu: Case, run_directory: Path) -> None:
     async def body() -> None:
-        child = await fork_one(frozen_qemu.engine, frozen_qemu.frozen, run_directory)
+        child = await fork_one(frozen_qemu.engine, frozen_qemu.frozen, new_identities(1)[0], run_directory)
         agent = child.agent
         try:
             blob = bytes(range(256)) * 4096
@@ -169,7 +189,7 @@ def test_a_guest_can_talk_to_itself_over_its_loopback(frozen_qemu: Case, run_dir
     )
 
     async def body() -> None:
-        child = await fork_one(frozen_qemu.engine, frozen_qemu.frozen, run_directory)
+        child = await fork_one(frozen_qemu.engine, frozen_qemu.frozen, new_identities(1)[0], run_directory)
         try:
             assert (await child.agent.eval(code)).value == "hello"
         finally:
@@ -182,7 +202,7 @@ def test_a_client_that_vanishes_is_followed_by_another(frozen_qemu: Case, run_di
     """Over the real virtio port: half a frame, a hang-up, and a new connection that has to get through."""
 
     async def body() -> None:
-        child = await fork_one(frozen_qemu.engine, frozen_qemu.frozen, run_directory)
+        child = await fork_one(frozen_qemu.engine, frozen_qemu.frozen, new_identities(1)[0], run_directory)
         try:
             await child.agent.eval("kept = 5")
             started = await child.agent.start("sleep 1000")
@@ -208,7 +228,7 @@ def test_a_hook_of_user_code_runs_in_each_fork_and_a_failing_one_kills_it(
     frozen_qemu: Case, run_directory: Path
 ) -> None:
     async def body() -> None:
-        child = await fork_one(frozen_qemu.engine, frozen_qemu.frozen, run_directory)
+        child = await fork_one(frozen_qemu.engine, frozen_qemu.frozen, new_identities(1)[0], run_directory)
         try:
             agent = child.agent
             await agent.eval("import forkd\nforkd.on_fork(lambda: hooked.append(forkd.identity()['hostname']))")
@@ -247,7 +267,7 @@ def test_truncated_device_state_is_an_error_not_a_hang(frozen_qemu: Case, run_di
         (tmp_path / "state").write_bytes((source / "state").read_bytes()[:1000])
         damaged = replace(frozen_qemu.frozen, directory=tmp_path)
         with pytest.raises(GuestDied) as caught:
-            await fork_one(frozen_qemu.engine, damaged, run_directory)
+            await fork_one(frozen_qemu.engine, damaged, new_identities(1)[0], run_directory)
         assert "load" in (caught.value.details or "") or "migration" in (caught.value.details or "")
 
     asyncio.run(body())

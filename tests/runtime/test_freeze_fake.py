@@ -17,7 +17,7 @@ from forkd.model.names import parse_tag
 from forkd.runtime import warmup as warming
 from forkd.runtime.admission import Capacity
 from forkd.runtime.freeze import create_snapshot, frozen_of
-from forkd.runtime.spawn import fork_one
+from forkd.runtime.spawn import fork_one, new_identities
 from forkd.runtime.warmup import MAX_WARM_BYTES, Warmup
 from forkd.store.snapshots import Snapshot, SnapshotStore
 
@@ -72,7 +72,7 @@ def test_a_warmed_parent_becomes_a_snapshot_that_can_be_forked(
 
     async def body() -> None:
         with store.held(TAG) as held:
-            child = await fork_one(FakeEngine(), frozen_of(held, image), run_directory)
+            child = await fork_one(FakeEngine(), frozen_of(held, image), new_identities(1)[0], run_directory)
             assert (await child.agent.eval("past + 1")).value == 42
             await child.kill()
 

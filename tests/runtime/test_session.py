@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from forkd.engines.base import PID_FILE, record_pid
 from forkd.errors import HostLacks
+from forkd.host.marked import render_environment
 from forkd.host.memory import start_time_ticks
 from forkd.runtime.session import session, sweep
 
@@ -28,7 +28,7 @@ with session(Path(sys.argv[1])) as directory:
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """Stands for a VM."""
+    """A process of no interest to us."""
     process = subprocess.Popen(["sleep", "60"])
     yield process
     process.kill()
@@ -43,6 +43,10 @@ def dead_run(tmp_path: Path) -> Path:
     directory = tmp_path / f"{gone.pid}-12345"
     (directory / "vm").mkdir(parents=True)
     return directory
+
+
+def start_marked(directory: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", "60"], env=render_environment(directory))
 
 
 def is_running(process: subprocess.Popen[bytes]) -> bool:
@@ -78,20 +82,18 @@ def test_a_runtime_directory_someone_else_prepared_is_refused(tmp_path: Path) ->
         pytest.fail("used all the same")
 
 
-def test_a_dead_run_is_swept_and_its_vms_are_killed(dead_run: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    record_pid(dead_run / "vm", sleeper)
-    assert sweep(dead_run.parent) == [dead_run.name]
-    assert sleeper.wait(5) == -signal.SIGKILL
-    assert list(dead_run.parent.iterdir()) == []
-
-
-def test_a_pid_that_went_to_another_process_is_not_killed(dead_run: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    started = start_time_ticks(sleeper.pid)
-    assert started is not None
-    (dead_run / "vm" / PID_FILE).write_text(f"{sleeper.pid} {started - 1}")
-    assert sweep(dead_run.parent) == [dead_run.name]
-    assert is_running(sleeper)
-    assert list(dead_run.parent.iterdir()) == []
+def test_a_dead_run_is_swept_and_its_vms_are_killed(dead_run: Path) -> None:
+    vms = [start_marked(dead_run / "vm"), start_marked(dead_run / "vm"), start_marked(dead_run / "other")]
+    stranger = start_marked(dead_run.parent / "elsewhere")
+    try:
+        assert sweep(dead_run.parent) == [dead_run.name]
+        assert [vm.wait(5) for vm in vms] == [-signal.SIGKILL] * 3
+        assert list(dead_run.parent.iterdir()) == []
+        assert is_running(stranger)
+    finally:
+        for process in (*vms, stranger):
+            process.kill()
+            process.wait()
 
 
 def test_a_run_whose_pid_went_to_another_process_is_over(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
@@ -100,21 +102,6 @@ def test_a_run_whose_pid_went_to_another_process_is_over(tmp_path: Path, sleeper
     (tmp_path / f"{sleeper.pid}-{started - 1}").mkdir()
     assert sweep(tmp_path) == [f"{sleeper.pid}-{started - 1}"]
     assert is_running(sleeper)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "None", "abc", "-1 5", "0 5", "1", "1 None", "² 5", "9" * 30 + " 5", "9 " + "9" * 30, "\0", "1 5 6"]
-)
-def test_a_pid_file_that_makes_no_sense_is_passed_over(dead_run: Path, text: str) -> None:
-    (dead_run / "vm" / PID_FILE).write_text(text)
-    assert sweep(dead_run.parent) == [dead_run.name]
-
-
-def test_a_pid_file_of_bytes_is_passed_over(dead_run: Path) -> None:
-    (dead_run / "vm" / PID_FILE).write_bytes(b"\xff\xfe 1")
-    (dead_run / "other").mkdir()
-    (dead_run / "other" / PID_FILE).mkdir()
-    assert sweep(dead_run.parent) == [dead_run.name]
 
 
 @pytest.mark.parametrize("name", ["notes", "1", "-", "1-", "a-b", "²-3", "0-5", f"{'9' * 30}-1"])

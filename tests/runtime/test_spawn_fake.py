@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +20,14 @@ from forkd.errors import (
     NoCapacity,
     SnapshotIncompatible,
 )
+from forkd.host.marked import find_marked
 from forkd.model.machine import MachineSpec
 from forkd.runtime import spawn as spawning
 from forkd.runtime.admission import Capacity
 from forkd.runtime.sandbox import Sandbox
-from forkd.runtime.spawn import fork_children, fork_one, kill_all
+from forkd.runtime.spawn import fork_children, fork_one, kill_all, new_identities
 from forkd.runtime.warmup import Warmup, booted, warm_up
-from forkd.wire.agent import pack_eval
+from forkd.wire.agent import EVAL, encode_message, pack_eval
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -60,7 +60,9 @@ def freeze(tmp_path: Path) -> Freeze:
 
 def test_children_answer_are_distinct_and_know_what_their_parent_knew(frozen: Frozen, run_directory: Path) -> None:
     async def body() -> None:
-        children = await fork_children(ENGINE, frozen, 5, run_directory, env={"ROLE": "child"})
+        children = (
+            await fork_children(ENGINE, frozen, new_identities(5, env={"ROLE": "child"}), run_directory)
+        ).sandboxes
         try:
             assert len(children) == len({child.id for child in children}) == 5
             assert len({child.machine.pid for child in children}) == 5
@@ -81,13 +83,13 @@ def test_children_answer_are_distinct_and_know_what_their_parent_knew(frozen: Fr
 
 def test_what_a_child_changes_its_sibling_and_the_parent_do_not_see(frozen: Frozen, run_directory: Path) -> None:
     async def body() -> None:
-        one, other = await fork_children(ENGINE, frozen, 2, run_directory)
+        one, other = (await fork_children(ENGINE, frozen, new_identities(2), run_directory)).sandboxes
         try:
             await one.agent.eval("past.clear()")
             assert (await other.agent.eval("past")).value == {"answer": 42}
         finally:
             await kill_all([one, other])
-        later = await fork_one(ENGINE, frozen, run_directory)
+        later = await fork_one(ENGINE, frozen, new_identities(1)[0], run_directory)
         assert (await later.agent.eval("past")).value == {"answer": 42}
         await later.kill()
 
@@ -97,7 +99,7 @@ def test_what_a_child_changes_its_sibling_and_the_parent_do_not_see(frozen: Froz
 @pytest.mark.parametrize("n", [0, -1, 1001])
 def test_a_count_that_cannot_be_is_refused_before_anything_starts(frozen: Frozen, run_directory: Path, n: int) -> None:
     with pytest.raises(InvalidInput, match=f"Cannot fork {n}"):
-        asyncio.run(fork_children(ENGINE, frozen, n, run_directory))
+        asyncio.run(fork_children(ENGINE, frozen, new_identities(n), run_directory))
 
 
 def test_more_children_than_fit_are_refused_before_anything_starts(
@@ -105,7 +107,7 @@ def test_more_children_than_fit_are_refused_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(spawning, "look", lambda: Capacity(600, 2))
     with pytest.raises(NoCapacity):
-        asyncio.run(fork_children(ENGINE, frozen, 3, run_directory))
+        asyncio.run(fork_children(ENGINE, frozen, new_identities(3), run_directory))
 
 
 def test_memory_that_runs_out_between_two_starts_ends_them_all(
@@ -114,14 +116,14 @@ def test_memory_that_runs_out_between_two_starts_ends_them_all(
     looks = iter([Capacity(100_000, 1)] * 3)
     monkeypatch.setattr(spawning, "look", lambda: next(looks, Capacity(520, 1)))
     with pytest.raises(NoCapacity):
-        asyncio.run(fork_children(ENGINE, frozen, 6, run_directory))
+        asyncio.run(fork_children(ENGINE, frozen, new_identities(6), run_directory))
     assert list(run_directory.iterdir()) == []
 
 
 def test_a_foreign_snapshot_is_refused_before_anything_starts(frozen: Frozen, run_directory: Path) -> None:
     foreign = Frozen(frozen.directory, frozen.boot, {"python": "2.7"})
     with pytest.raises(SnapshotIncompatible):
-        asyncio.run(fork_children(ENGINE, foreign, 3, run_directory))
+        asyncio.run(fork_children(ENGINE, foreign, new_identities(3), run_directory))
 
 
 def test_no_more_than_admitted_start_at_once(
@@ -138,10 +140,120 @@ def test_no_more_than_admitted_start_at_once(
         under_way -= 1
 
     async def body() -> None:
-        await kill_all(await fork_children(ENGINE, frozen, 6, run_directory, after=watch))
+        await kill_all((await fork_children(ENGINE, frozen, new_identities(6), run_directory, after=watch)).sandboxes)
 
     asyncio.run(body())
     assert most == 2
+
+
+def test_a_gate_of_the_caller_is_shared_by_several_forks(frozen: Frozen, run_directory: Path) -> None:
+    under_way, most = 0, 0
+
+    async def watch(_: Sandbox) -> None:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.02)
+        under_way -= 1
+
+    async def body() -> None:
+        gate = asyncio.Semaphore(1)
+        forks = [fork_children(ENGINE, frozen, new_identities(2), run_directory, gate=gate, after=watch) for _ in "ab"]
+        for forked in await asyncio.gather(*forks):
+            await kill_all(forked.sandboxes)
+
+    asyncio.run(body())
+    assert most == 1
+
+
+def test_children_come_in_the_order_and_under_the_ids_asked_for(frozen: Frozen, run_directory: Path) -> None:
+    identities = new_identities(4)
+
+    async def delay(sandbox: Sandbox) -> None:
+        await asyncio.sleep(0.2 if sandbox.id == identities[0].sandbox_id else 0)
+
+    async def body() -> None:
+        forked = await fork_children(ENGINE, frozen, identities, run_directory, after=delay)
+        try:
+            assert [sandbox.identity for sandbox in forked.sandboxes] == identities
+            assert sorted(path.name for path in run_directory.iterdir()) == sorted(i.sandbox_id for i in identities)
+            assert forked.errors == {}
+        finally:
+            await kill_all(forked.sandboxes)
+
+    asyncio.run(body())
+
+
+def test_partial_success_is_what_came_up_and_why_the_rest_did_not(frozen: Frozen, run_directory: Path) -> None:
+    identities = new_identities(4)
+    # One fails before its VM exists, one after.
+    (run_directory / identities[1].sandbox_id).mkdir()
+
+    async def spoil(sandbox: Sandbox) -> None:
+        if sandbox.id == identities[2].sandbox_id:
+            raise ContractBroken("made up")
+
+    async def body() -> None:
+        forked = await fork_children(ENGINE, frozen, identities, run_directory, after=spoil, allow_partial=True)
+        try:
+            assert [sandbox.identity for sandbox in forked.sandboxes] == [identities[0], identities[3]]
+            assert {key: type(error) for key, error in forked.errors.items()} == {
+                identities[1].sandbox_id: EngineFailed,
+                identities[2].sandbox_id: ContractBroken,
+            }
+            assert len(find_marked(run_directory)) == 2
+        finally:
+            await kill_all(forked.sandboxes)
+        (run_directory / identities[1].sandbox_id).rmdir()
+
+    asyncio.run(body())
+
+
+def test_partial_success_of_none_is_an_error(frozen: Frozen, run_directory: Path) -> None:
+    async def spoil(_: Sandbox) -> None:
+        raise ContractBroken("made up")
+
+    async def body() -> None:
+        with pytest.raises(ContractBroken, match="made up"):
+            await fork_children(ENGINE, frozen, new_identities(3), run_directory, after=spoil, allow_partial=True)
+        assert find_marked(run_directory) == {}
+
+    asyncio.run(body())
+
+
+def test_partial_success_is_no_excuse_for_a_mistake_or_a_cancellation(frozen: Frozen, run_directory: Path) -> None:
+    async def blunder(_: Sandbox) -> None:
+        raise ZeroDivisionError
+
+    async def body() -> None:
+        with pytest.raises(ZeroDivisionError):
+            await fork_children(ENGINE, frozen, new_identities(3), run_directory, after=blunder, allow_partial=True)
+        forking = asyncio.create_task(
+            fork_children(ENGINE, frozen, new_identities(6), run_directory, allow_partial=True)
+        )
+        while len(find_marked(run_directory)) < 2:
+            await asyncio.sleep(0.002)
+        forking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await forking
+        assert list(run_directory.iterdir()) == []
+
+    asyncio.run(body())
+
+
+def test_memory_for_some_is_enough_for_partial_success(
+    frozen: Frozen, run_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter([Capacity(600, 1), Capacity(600, 1), Capacity(600, 1)])
+    monkeypatch.setattr(spawning, "look", lambda: next(looks, Capacity(520, 1)))
+
+    async def body() -> None:
+        forked = await fork_children(ENGINE, frozen, new_identities(5), run_directory, allow_partial=True)
+        await kill_all(forked.sandboxes)
+        assert len(forked.sandboxes) == 2
+        assert {type(error) for error in forked.errors.values()} == {NoCapacity}
+
+    asyncio.run(body())
 
 
 def test_one_failure_afterwards_takes_all_children_with_it(frozen: Frozen, run_directory: Path) -> None:
@@ -154,7 +266,7 @@ def test_one_failure_afterwards_takes_all_children_with_it(frozen: Frozen, run_d
 
     async def body() -> None:
         with pytest.raises(ZeroDivisionError, match="the third") as caught:
-            await fork_children(ENGINE, frozen, 5, run_directory, after=spoil)
+            await fork_children(ENGINE, frozen, new_identities(5), run_directory, after=spoil)
         assert not isinstance(caught.value, BaseExceptionGroup)
         assert all(sandbox.machine.death.done() for sandbox in seen)
         assert list(run_directory.iterdir()) == []
@@ -166,8 +278,8 @@ def test_one_failure_afterwards_takes_all_children_with_it(frozen: Frozen, run_d
 @pytest.mark.parametrize("started", [1, 3])
 def test_a_cancellation_half_way_kills_all(frozen: Frozen, run_directory: Path, started: int) -> None:
     async def body() -> None:
-        forking = asyncio.create_task(fork_children(ENGINE, frozen, 8, run_directory))
-        while len(list(run_directory.glob("*/pid"))) < started:
+        forking = asyncio.create_task(fork_children(ENGINE, frozen, new_identities(8), run_directory))
+        while len(find_marked(run_directory)) < started:
             await asyncio.sleep(0.002)
         forking.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -182,11 +294,11 @@ def test_a_hook_that_raises_fails_the_fork_with_its_reason(freeze: Freeze, run_d
 
     async def body() -> None:
         with pytest.raises(ContractBroken, match="interpreter") as caught:
-            await fork_children(ENGINE, spoilt, 3, run_directory)
+            await fork_children(ENGINE, spoilt, new_identities(3), run_directory)
         assert "no database" in (caught.value.details or "")
         assert list(run_directory.iterdir()) == []
         with pytest.raises(ContractBroken) as alone:
-            await fork_one(ENGINE, spoilt, run_directory)
+            await fork_one(ENGINE, spoilt, new_identities(1)[0], run_directory)
         assert alone.value.__cause__ is None
 
     asyncio.run(body())
@@ -196,7 +308,7 @@ def test_a_hook_runs_in_every_child_and_never_in_the_parent(freeze: Freeze, run_
     hooked = freeze("import forkd\nnames = []\nforkd.on_fork(lambda: names.append(forkd.identity()['hostname']))\n")
 
     async def body() -> None:
-        children = await fork_children(ENGINE, hooked, 2, run_directory)
+        children = (await fork_children(ENGINE, hooked, new_identities(2), run_directory)).sandboxes
         try:
             assert [child.proof.hooks for child in children] == [1, 1]
             for child in children:
@@ -213,7 +325,7 @@ def test_a_child_that_dies_while_it_becomes_someone_is_explained(freeze: Freeze,
 
     async def body() -> None:
         with pytest.raises(GuestDied, match=r"ended while it was forked: crashed \(killed by SIGKILL") as caught:
-            await fork_children(ENGINE, deadly, 2, run_directory)
+            await fork_children(ENGINE, deadly, new_identities(2), run_directory)
         assert isinstance(caught.value.__cause__, ChannelClosed)
 
     asyncio.run(body())
@@ -223,7 +335,7 @@ def test_a_child_that_dies_before_it_runs_is_not_waited_for(
     frozen: Frozen, tmp_path: Path, run_directory: Path
 ) -> None:
     deadly = pack_eval(b"import os; os.kill(os.getppid(), 9)", 10_000)
-    (tmp_path / "journal").write_text(json.dumps([deadly.hex()]))
+    (tmp_path / "journal").write_bytes(encode_message(EVAL, 1, deadly))
 
     async def body() -> None:
         machine = await ENGINE.fork(Frozen(tmp_path, frozen.boot, frozen.platform), run_directory / "child")
@@ -234,7 +346,7 @@ def test_a_child_that_dies_before_it_runs_is_not_waited_for(
         finally:
             await machine.kill()
         with pytest.raises(GuestDied, match="while it was forked"):
-            await fork_one(ENGINE, Frozen(tmp_path, frozen.boot, frozen.platform), run_directory)
+            await fork_one(ENGINE, Frozen(tmp_path, frozen.boot, frozen.platform), new_identities(1)[0], run_directory)
 
     asyncio.run(body())
 
@@ -243,7 +355,7 @@ def test_all_are_killed_even_when_one_resists(
     frozen: Frozen, run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body() -> None:
-        children = await fork_children(ENGINE, frozen, 3, run_directory)
+        children = (await fork_children(ENGINE, frozen, new_identities(3), run_directory)).sandboxes
         first = children[0].machine
         real = first.kill
 

@@ -32,17 +32,22 @@ _PRIVATE_ENV = ("PYTHONPATH", "FORKD_AGENT_FD", "FORKD_AGENT_ROOT")
 def main() -> NoReturn:
     """Without arguments: the guest's init. `--fd N --root DIR` (or FORKD_AGENT_FD, FORKD_AGENT_ROOT): a rehearsal."""
     fd, root = parse_arguments(sys.argv[1:], os.environ)
-    _open_standard_descriptors()
-    os.umask(0o022)
-    gc.set_threshold(_GC_THRESHOLD, 50, 100)
+    settle()
     if fd is None:
         serve(open_virtio_port(), Platform(), dict(_GUEST_ENV), forever=True)
     else:
-        _adopt_orphans()
+        adopt_orphans()
         os.set_inheritable(fd, False)
         env = {name: value for name, value in os.environ.items() if name not in _PRIVATE_ENV}
         serve(fd, Rehearsal(root), env, forever=False)
     sys.exit(0)
+
+
+def settle() -> None:
+    """What the agent wants of its own process, wherever it runs."""
+    _open_standard_descriptors()
+    os.umask(0o022)
+    gc.set_threshold(_GC_THRESHOLD, 50, 100)
 
 
 def serve(fd: int, platform: Platform, env: Dict[str, str], forever: bool) -> None:
@@ -84,7 +89,7 @@ def _open_standard_descriptors() -> None:
     os.close(fd)
 
 
-def _adopt_orphans() -> None:
+def adopt_orphans() -> None:
     """Be to our descendants what init is to a machine's."""
     import ctypes
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import enum
 import re
-import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from forkd.host.memory import start_time_ticks
-from forkd.host.process import ChildProcess
+from forkd.host.marked import Marked
 from forkd.model.machine import MachineSpec
 
 CONSOLE_TAIL_BYTES = 4096
-PID_FILE = "pid"
 
 # Cursor movements, colours, resets: firmware and guests may write them, our reader's terminal must not obey them.
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[ -~])")
@@ -47,6 +44,7 @@ class ExitReason(enum.Enum):
     POWERED_OFF = "powered off"  # the guest shut down
     PANICKED = "kernel panic"
     CRASHED = "crashed"  # the VMM died without being asked
+    UNKNOWN = "ended"  # it was not our child, and its console does not say
 
 
 @dataclass(frozen=True)
@@ -80,8 +78,14 @@ class Machine(Protocol):
     def death(self) -> asyncio.Future[Death]:
         """Set once, when the VM is gone for whatever reason."""
 
+    @property
+    def paused(self) -> bool: ...
+
     def take_channel(self) -> socket.socket:
         """The connected stream to the agent. Bytes may be written before the guest runs."""
+
+    async def reconnect(self) -> socket.socket:
+        """A fresh stream to the agent, served once the one before is closed. Raises GuestDied, EngineFailed."""
 
     async def running(self) -> None:
         """Wait until the VMM has loaded everything and the guest executes; raises when it cannot."""
@@ -92,6 +96,9 @@ class Machine(Protocol):
 
     async def kill(self) -> None:
         """End it and release all it held. Safe to repeat, cannot be cancelled half-way."""
+
+    async def release(self) -> None:
+        """Leave it running, to be adopted by another process: close what we hold of it, end and remove nothing."""
 
     def console_tail(self) -> str:
         """The last lines the guest wrote to its console."""
@@ -113,24 +120,21 @@ class Engine(Protocol):
     async def fork(self, frozen: Frozen, directory: Path) -> Machine:
         """Start one child. The caller bounds how many start at once."""
 
+    async def adopt(self, directory: Path, leader: Marked | None = None) -> Machine:
+        """Take over a VM that another process left in `directory`. `leader` saves the search where it is known already.
 
-def tail_of(path: Path) -> str:
+        Raises GuestDied when its process is gone, EngineFailed when it does not answer; the VM is then as it was.
+        """
+
+
+def tail_of(path: Path, limit_bytes: int = CONSOLE_TAIL_BYTES) -> str:
     """The end of a console log, made safe to print on a terminal."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
-            file.seek(max(0, file.tell() - CONSOLE_TAIL_BYTES))
-            data = file.read(CONSOLE_TAIL_BYTES)
+            file.seek(max(0, file.tell() - limit_bytes))
+            data = file.read(limit_bytes)
     except FileNotFoundError:
         return ""
     text = _ESCAPES.sub("", data.decode("utf-8", "replace").replace("\r", ""))
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-
-
-def record_pid(directory: Path, process: ChildProcess) -> None:
-    """Let a later forkd end this VM if we are killed before we can. A VM that cannot be recorded does not live."""
-    try:
-        (directory / PID_FILE).write_text(f"{process.pid} {start_time_ticks(process.pid)}")
-    except BaseException:
-        process.send_signal(signal.SIGKILL)
-        raise

@@ -1,14 +1,13 @@
 """The `fake` engine: the real agent as a plain process. No VM, no isolation; for tests of everything above engines.
 
-It keeps the engines' contract, state included: what a parent evaluated before its freeze is recorded on the way to its
-agent and evaluated again in every child before the child is handed over.
+It keeps the engines' contract, state included: what a parent evaluated before its freeze is recorded by its agent and
+evaluated again in every child before the child is handed over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -18,147 +17,105 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from forkd.engines.base import BootSpec, Death, ExitReason, Frozen, Machine, Phases, record_pid, tail_of
+from forkd.engines.base import BootSpec, ExitReason, Frozen, Machine, Phases
+from forkd.engines.machine import CONSOLE, ProcessMachine, found_process, made_directory
+from forkd.engines.sockets import AGENT_SOCKET, connected_socket, listening_socket, reach
 from forkd.errors import EngineFailed, SnapshotIncompatible
-from forkd.host.process import ChildProcess, ExitStatus, spawn
-from forkd.wire.agent import EVAL, MORE, REPLY, Joiner, Parser, encode_message
+from forkd.host.marked import Marked, is_stopped, kill_marked, render_environment
+from forkd.host.memory import start_time_ticks
+from forkd.host.process import ExitStatus, WatchedProcess, spawn
+from forkd.host.threads import in_thread
+from forkd.wire.agent import EVAL, MORE, REPLY, Joiner, Parser, WireError, encode_message
 
 _JOURNAL = "journal"
 _READ_BYTES = 64 * 1024
 _REPLAY_DEADLINE_S = 60.0
 
+# Our own path instead of what `site` would look for: it is a third of an interpreter's start.
+_START = """\
+import sys
+listener, root, journal, path = sys.argv[1:]
+sys.path[:] = path.split(":")
+from forkd.agent.rehearse import rehearse
+rehearse(int(listener), root, journal)
+"""
 
-class FakeMachine:
-    def __init__(self, directory: Path, process: ChildProcess, agent: socket.socket, journal: list[bytes]) -> None:
-        self.phases = Phases(time.monotonic())
-        self.death: asyncio.Future[Death] = asyncio.get_running_loop().create_future()
-        self.journal = list(journal)
-        self._directory = directory
-        self._process = process
-        self._killed = False
-        self._channel, ours = socket.socketpair()
-        self._taken = False
-        self._relay = asyncio.create_task(self._run(agent, ours))
-        self._ready = asyncio.Event()
-        process.exited.add_done_callback(self._on_exit)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def take_channel(self) -> socket.socket:
-        if self._taken:
-            raise EngineFailed("The agent's channel of this machine was taken already")
-        self._taken = True
-        return self._channel
+class FakeMachine(ProcessMachine):
+    def __init__(
+        self,
+        directory: Path,
+        process: WatchedProcess,
+        channel: socket.socket,
+        phases: Phases,
+        *,
+        replay: asyncio.Task[None] | None = None,
+        paused: bool = False,
+    ) -> None:
+        super().__init__(directory, process, channel, phases, paused=paused)
+        self._replay = replay
 
     async def running(self) -> None:
-        ready = asyncio.ensure_future(self._ready.wait())
-        try:
-            await asyncio.wait([ready, self._relay], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            ready.cancel()
-        if not self._ready.is_set():
-            raise EngineFailed("The fake guest could not take up its past", details=self.console_tail() or None)
+        if self._replay is not None:
+            try:
+                await asyncio.shield(self._replay)
+            except (EngineFailed, OSError, TimeoutError) as error:
+                tail = self.console_tail() or None
+                raise EngineFailed("The fake guest could not take up its past", details=tail) from error
 
     async def pause(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
+        self._paused = True
 
     async def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
+        self._paused = False
 
-    async def kill(self) -> None:
-        self._killed = True
-        await asyncio.shield(asyncio.ensure_future(self._release()))
+    def copy_journal(self, into: Path) -> None:
+        shutil.copyfile(self._directory / _JOURNAL, into / _JOURNAL)
 
-    async def _release(self) -> None:
-        # Stopped first, so that it starts nothing while we look; it adopts its orphans, so this is all there is.
-        self._process.send_signal(signal.SIGSTOP)
-        for pid in _descendants(self._process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        await self._process.kill()
-        self._relay.cancel()
-        await asyncio.gather(self._relay, return_exceptions=True)
-        if not self._taken:
-            self._taken = True
-            self._channel.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+    async def _end_process(self) -> None:
+        if self._replay is not None:
+            self._replay.cancel()
+            await asyncio.gather(self._replay, return_exceptions=True)
+        was_alive = not self._process.exited.done()
+        if was_alive:
+            # Stopped first, so that it starts nothing while we look; it adopts its orphans, so this is all there is.
+            self._process.send_signal(signal.SIGSTOP)
+            for pid in _descendants(self.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            was_alive = start_time_ticks(self.pid) is not None
+        await super()._end_process()
+        if not was_alive:
+            # What it left behind has another parent by now; only the mark tells whose it is.
+            await in_thread(lambda: kill_marked(self._directory))
 
-    def console_tail(self) -> str:
-        return tail_of(self._directory / "console.log")
+    async def release(self) -> None:
+        await super().release()
+        if self._replay is not None:
+            self._replay.cancel()
 
-    def _on_exit(self, exited: asyncio.Future[ExitStatus]) -> None:
-        status = exited.result()
-        reason = ExitReason.POWERED_OFF if status.code == 0 else ExitReason.CRASHED
-        self.death.set_result(Death(ExitReason.KILLED if self._killed else reason, str(status)))
-
-    async def _run(self, agent: socket.socket, ours: socket.socket) -> None:
-        """Replay, then carry bytes both ways until one side is gone."""
-        from_agent, to_agent = await asyncio.open_connection(sock=agent)
-        from_host, to_host = await asyncio.open_connection(sock=ours)
-        try:
-            async with asyncio.timeout(_REPLAY_DEADLINE_S):
-                await self._replay(from_agent, to_agent)
-            self.phases.mark("resume", time.monotonic())
-            self._ready.set()
-            pumps = [
-                asyncio.ensure_future(_pump(from_agent, to_host, None)),
-                asyncio.ensure_future(_pump(from_host, to_agent, self.journal)),
-            ]
-            try:
-                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for pump in pumps:
-                    pump.cancel()
-                await asyncio.gather(*pumps, return_exceptions=True)
-        finally:
-            to_agent.close()
-            to_host.close()
-
-    async def _replay(self, from_agent: asyncio.StreamReader, to_agent: asyncio.StreamWriter) -> None:
-        parser = Parser()
-        for number, payload in enumerate(self.journal, start=1):
-            to_agent.write(encode_message(EVAL, number, payload))
-            answered = False
-            while not answered:
-                data = await from_agent.read(_READ_BYTES)
-                if not data:
-                    raise EngineFailed("The fake guest ended while its past was replayed")
-                answered = any(kind == REPLY and not flags & MORE for kind, flags, _, _ in parser.feed(data))
-
-
-def _descendants(pid: int) -> list[int]:
-    try:
-        children = [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
-    return [*children, *(deeper for child in children for deeper in _descendants(child))]
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, journal: list[bytes] | None) -> None:
-    parser, joiner = Parser(), Joiner()
-    with contextlib.suppress(ConnectionError):
-        while data := await reader.read(_READ_BYTES):
-            if journal is not None:
-                for kind, flags, stream, payload in parser.feed(data):
-                    whole = joiner.join(kind, flags, stream, payload) if flags & MORE or joiner.active else payload
-                    if kind == EVAL and whole is not None:
-                        journal.append(whole)
-            writer.write(data)
-            await writer.drain()
+    def _reason(self, status: ExitStatus) -> ExitReason:
+        if status.code is None and status.signal is None:
+            return ExitReason.UNKNOWN
+        return ExitReason.POWERED_OFF if status.code == 0 else ExitReason.CRASHED
 
 
 class FakeEngine:
     name = "fake"
     isolation = "none"
 
+    def __init__(self, *, outlive: bool = False) -> None:
+        """`outlive`: forks go on when we end."""
+        self._outlive = outlive
+
     async def boot(self, spec: BootSpec, directory: Path, memory_in: Path) -> Machine:
-        return self._start(directory, [])
+        return self._start(directory, [], outlive=False)
 
     async def freeze(self, machine: Machine, into: Path) -> Mapping[str, str]:
         assert isinstance(machine, FakeMachine)
-        (into / _JOURNAL).write_text(json.dumps([payload.hex() for payload in machine.journal]))
+        machine.copy_journal(into)
         await machine.kill()
         return {"python": sys.version.split()[0]}
 
@@ -168,23 +125,80 @@ class FakeEngine:
             raise SnapshotIncompatible(f"The snapshot was made with python {wanted}, this host has {found}")
 
     async def fork(self, frozen: Frozen, directory: Path) -> Machine:
-        journal = json.loads((frozen.directory / _JOURNAL).read_bytes())
-        return self._start(directory, [bytes.fromhex(entry) for entry in journal])
+        past = parse_journal((frozen.directory / _JOURNAL).read_bytes())
+        return self._start(directory, past, outlive=self._outlive)
 
-    def _start(self, directory: Path, journal: list[bytes]) -> FakeMachine:
-        directory.mkdir(mode=0o700)
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                agent = [sys.executable, "-m", "forkd.agent.main", "--fd", str(theirs.fileno())]
+    async def adopt(self, directory: Path, leader: Marked | None = None) -> Machine:
+        async with found_process(directory, leader) as process:
+            channel = await reach(directory / AGENT_SOCKET)
+            paused = is_stopped(process.pid)
+            return FakeMachine(directory, process, channel, Phases(time.monotonic()), paused=paused)
+
+    def _start(self, directory: Path, past: list[bytes], *, outlive: bool) -> FakeMachine:
+        phases = Phases(time.monotonic())
+        with made_directory(directory), contextlib.ExitStack() as on_failure:
+            with listening_socket(directory / AGENT_SOCKET) as listener:
+                # The agent serves one client after the other: first who replays the past, then who has the channel.
+                client = on_failure.enter_context(connected_socket(directory / AGENT_SOCKET)) if past else None
+                channel = on_failure.enter_context(connected_socket(directory / AGENT_SOCKET))
                 process = spawn(
-                    [*agent, "--root", str(directory / "root")],
-                    output=directory / "console.log",
-                    inherited_fds=[theirs.fileno()],
+                    render_command(listener.fileno(), directory),
+                    output=directory / CONSOLE,
+                    env=render_environment(directory),
+                    inherited_fds=[listener.fileno()],
+                    outlive=outlive,
                 )
-            record_pid(directory, process)
-        except BaseException:
-            ours.close()
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
-        return FakeMachine(directory, process, ours, journal)
+            on_failure.pop_all()
+        replay = None
+        if client is not None:
+            replay = asyncio.create_task(_replay(past, client, phases))
+            replay.add_done_callback(lambda _: client.close())  # it may be cancelled before it begins
+        return FakeMachine(directory, process, channel, phases, replay=replay)
+
+
+def render_command(listener: int, directory: Path) -> list[str]:
+    path = ":".join(entry for entry in sys.path if entry)
+    return [
+        *(sys.executable, "-I", "-S", "-c", _START),
+        *(str(listener), str(directory / "root"), str(directory / _JOURNAL), path),
+    ]
+
+
+def parse_journal(data: bytes) -> list[bytes]:
+    """The requests to evaluate, in their order."""
+    parser, joiner = Parser(), Joiner()
+    past = []
+    for kind, flags, stream, payload in parser.feed(data):
+        try:
+            whole = joiner.join(kind, flags, stream, payload)
+        except WireError:
+            continue  # too large: it was refused then, too
+        if whole is not None:
+            past.append(whole)
+    return past
+
+
+async def _replay(past: list[bytes], client: socket.socket, phases: Phases) -> None:
+    reader, writer = await asyncio.open_connection(sock=client)
+    try:
+        async with asyncio.timeout(_REPLAY_DEADLINE_S):
+            parser = Parser()
+            for number, payload in enumerate(past, start=1):
+                writer.write(encode_message(EVAL, number, payload))
+                answered = False
+                while not answered:
+                    data = await reader.read(_READ_BYTES)
+                    if not data:
+                        raise EngineFailed("The fake guest ended while its past was replayed")
+                    answered = any(kind == REPLY and not flags & MORE for kind, flags, _, _ in parser.feed(data))
+    finally:
+        writer.transport.abort()
+    phases.mark("resume", time.monotonic())
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        children = [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+    return [*children, *(deeper for child in children for deeper in _descendants(child))]

@@ -31,6 +31,23 @@ def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
 
 
 @contextmanager
+def owned(path: Path, taken: str, hint: str) -> Iterator[None]:
+    """Hold the lock `path` alone, or raise Conflict. It holds our pid, for people; the kernel drops it when we die."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.pread(fd, 20, 0).decode("ascii", "replace").strip()
+            raise Conflict(f"{taken} (pid {pid})" if pid else taken, hint=hint) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+@contextmanager
 def scratch_directory(parent: Path) -> Iterator[Path]:
     """A hidden directory in `parent`, removed afterwards.
 

@@ -93,14 +93,14 @@ def _damage_named(name: str, what: str, hint: str) -> Iterator[None]:
         raise SnapshotDamaged(f"The file {name} of {what} cannot be read: {error.strerror}", hint=hint) from error
 
 
-_STAMPS = ".verified"
+STAMPS = ".verified"
 # File times move in steps of the kernel's tick: two changes within one look the same, so what is younger is no proof.
 _CLOCK_STEP_NS = 20_000_000
 
 
 def _read_stamps(directory: Path) -> dict[str, Any]:
     try:
-        raw = json.loads((directory / _STAMPS).read_bytes())
+        raw = json.loads((directory / STAMPS).read_bytes())
     except (OSError, ValueError):
         return {}
     return raw if isinstance(raw, dict) else {}
@@ -108,6 +108,6 @@ def _read_stamps(directory: Path) -> dict[str, Any]:
 
 def _write_stamps(directory: Path, stamps: Mapping[str, str]) -> None:
     try:
-        write_atomic(directory / _STAMPS, json.dumps(stamps).encode())
+        write_atomic(directory / STAMPS, json.dumps(stamps).encode())
     except (OSError, NoCapacity):
         pass  # a read-only or full store is verified anew each time, which is slow but right

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forkd.errors import HostLacks
+from forkd.wire.endpoint import find_runtime_directory
 
 # sun_path holds 108 bytes; a runtime directory has to leave room for "<session>/<machine id>/agent.sock".
 _MAX_RUNTIME_BYTES = 60
@@ -26,6 +27,23 @@ class Home:
     def snapshots(self) -> Path:
         return self.root / "snapshots"
 
+    @property
+    def registry(self) -> Path:
+        return self.root / "registry.db"
+
+    @property
+    def tokens(self) -> Path:
+        return self.root / "tokens.json"
+
+    @property
+    def config(self) -> Path:
+        return self.root / "forkd.toml"
+
+    @property
+    def vms(self) -> Path:
+        """Where VMs live that outlast the process that started them."""
+        return self.runtime / "vms"
+
 
 def find_home() -> Home:
     """FORKD_HOME, else the user's data directory; sockets and pids go to the runtime directory."""
@@ -40,16 +58,8 @@ def _data_directory() -> Path:
 
 
 def _runtime_directory() -> Path:
-    explicit = os.environ.get("FORKD_RUNTIME_DIR")
-    if explicit:
-        path = Path(explicit).absolute()
-    elif os.geteuid() == 0:
-        path = Path("/run/forkd")
-    elif given := os.environ.get("XDG_RUNTIME_DIR"):
-        path = Path(given) / "forkd"
-    else:
-        # Directly in /tmp, whose sticky bit keeps others from putting theirs in its place.
-        path = Path(f"/tmp/forkd-{os.geteuid()}")
+    path = find_runtime_directory()
+    assert path is not None, "the server side runs on Linux"
     if len(os.fsencode(path)) > _MAX_RUNTIME_BYTES:
         raise HostLacks(
             f"The runtime directory {path} is too long for unix sockets",

@@ -1,4 +1,4 @@
-"""Child processes that never outlive us by accident."""
+"""Processes that never outlive us by accident, and those left by another run that we take over."""
 
 from __future__ import annotations
 
@@ -8,50 +8,51 @@ import resource
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from forkd.errors import EngineFailed, HostLacks
+from forkd.host.memory import start_time_ticks
 
 KILL_DEADLINE_S = 10.0
+
+# What is started waits for a line from us before it becomes the program, and ends when we are gone before that: whoever
+# looks for it by its environment finds it, or it never was. One that dies with us must see us once its death signal is
+# set: had we died before, the signal would never come.
+_GATE = 'read -r go && exec "$@" </dev/null'
+_GATE_OF_MORTALS = f'[ "$PPID" = "$0" ] && {_GATE}'
 
 
 @dataclass(frozen=True)
 class ExitStatus:
+    """Both None: it ended, and its status went to another process."""
+
     code: int | None
     signal: int | None
 
     def __str__(self) -> str:
         if self.signal is None:
-            return f"exit status {self.code}"
+            return "exit status unknown" if self.code is None else f"exit status {self.code}"
         try:
             return f"killed by {signal.Signals(self.signal).name}"
         except ValueError:  # most real-time signals have no name
             return f"killed by signal {self.signal}"
 
 
-class ChildProcess:
-    """A child with a pidfd: its exit is an event, and a signal can never reach a recycled pid."""
+class WatchedProcess:
+    """A process held by its pidfd: its exit is an event, and a signal can never reach a recycled pid."""
 
-    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
-        self.pid = popen.pid
-        self._popen = popen
-        self._pidfd = os.pidfd_open(popen.pid)
+    def __init__(self, pid: int, pidfd: int) -> None:
+        """Takes the pidfd over."""
+        self.pid = pid
+        self._pidfd: int | None = pidfd
         self._loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[ExitStatus] = self._loop.create_future()
-        self._loop.add_reader(self._pidfd, self._on_exit)
-
-    def _on_exit(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        code = self._popen.wait()
-        status = ExitStatus(code, None) if code >= 0 else ExitStatus(None, -code)
-        if not self.exited.done():
-            self.exited.set_result(status)
+        self._loop.add_reader(pidfd, self._on_exit)
 
     def send_signal(self, number: int) -> None:
-        if not self.exited.done():
+        if self._pidfd is not None:
             try:
                 signal.pidfd_send_signal(self._pidfd, number)
             except ProcessLookupError:
@@ -62,52 +63,106 @@ class ChildProcess:
         async with asyncio.timeout(KILL_DEADLINE_S):
             return await asyncio.shield(self.exited)
 
+    def release(self) -> None:
+        """Watch it no more and leave it alone; `exited` stays as it is."""
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    def _on_exit(self) -> None:
+        assert self._pidfd is not None
+        status = _collect(self._pidfd)
+        self.release()
+        self.exited.set_result(status)
+
+
+def _collect(pidfd: int) -> ExitStatus:
+    """The status of a process that has ended; only its parent is told."""
+    try:
+        result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+    except ChildProcessError:
+        return ExitStatus(None, None)
+    assert result is not None
+    if result.si_code == os.CLD_EXITED:
+        return ExitStatus(result.si_status, None)
+    return ExitStatus(None, result.si_status)
+
+
+def take_over(pid: int, start_ticks: int) -> WatchedProcess | None:
+    """Watch a process that another one may have started. None: it is over."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    except OSError as error:
+        raise EngineFailed(f"Could not watch process {pid}: {error.strerror}", hint="Raise ulimit -n") from error
+    # Asked once the pidfd is open: from then on the number cannot become another process's.
+    if start_time_ticks(pid) != start_ticks:
+        os.close(pidfd)
+        return None
+    return WatchedProcess(pid, pidfd)
+
 
 def spawn(
     argv: Sequence[str],
     *,
     output: Path,
+    env: Mapping[str, str] | None = None,
     inherited_fds: Sequence[int] = (),
     max_file_bytes: int | None = None,
-    die_with_parent: bool = True,
-) -> ChildProcess:
+    outlive: bool = False,
+) -> WatchedProcess:
     """Start `argv` in a session of its own, its output appended to a file.
 
+    It is killed when the calling thread ends, unless it may `outlive` it: call this from a thread that lasts.
     `max_file_bytes` bounds every file the child writes: SIGXFSZ stays ignored (Python's default, inherited), so
     a write past the limit fails with EFBIG instead of killing it.
     """
     if shutil.which(argv[0]) is None:
         raise HostLacks(f"There is no program {argv[0]}", hint="Install it; forkd doctor says how")
-    command = [*_keeper_prefix(die_with_parent), *argv]
+    command = [*_keeper_prefix(outlive), *argv]
     with output.open("ab") as log:
         try:
             popen = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
+                env=env,
                 pass_fds=tuple(inherited_fds),
                 start_new_session=True,
                 restore_signals=False,
             )
         except OSError as error:
             raise EngineFailed(f"Could not start {argv[0]}: {error.strerror}") from error
-    if max_file_bytes is not None:
+    assert popen.stdin is not None
+    with popen.stdin as gate:
+        process = _watch(popen, argv[0])
         try:
-            resource.prlimit(popen.pid, resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
-        except ProcessLookupError:
+            if max_file_bytes is not None:
+                resource.prlimit(popen.pid, resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+            os.write(gate.fileno(), b"\n")
+        except (ProcessLookupError, BrokenPipeError):
             pass  # gone already; the exit event tells
+    return process
+
+
+def _watch(popen: subprocess.Popen[bytes], name: str) -> WatchedProcess:
     try:
-        return ChildProcess(popen)
+        process = WatchedProcess(popen.pid, os.pidfd_open(popen.pid))
     except OSError as error:
         popen.kill()
         popen.wait()
-        raise EngineFailed(f"Could not watch {argv[0]}: {error.strerror}", hint="Raise ulimit -n") from error
+        raise EngineFailed(f"Could not watch {name}: {error.strerror}", hint="Raise ulimit -n") from error
+    popen.returncode = 0  # Popen need not wait for it: the pidfd tells of its end
+    return process
 
 
-def _keeper_prefix(die_with_parent: bool) -> list[str]:
+def _keeper_prefix(outlive: bool) -> list[str]:
     setpriv = shutil.which("setpriv")
     if setpriv is None:
         raise HostLacks("setpriv is not installed", hint="Install the package util-linux")
-    pdeathsig = ["--pdeathsig", "KILL"] if die_with_parent else []
-    return [setpriv, *pdeathsig, "--no-new-privs", "--"]
+    pdeathsig = [] if outlive else ["--pdeathsig", "KILL"]
+    gate = _GATE if outlive else _GATE_OF_MORTALS
+    return [setpriv, *pdeathsig, "--no-new-privs", "--", "/bin/sh", "-c", gate, str(os.getpid())]

@@ -21,7 +21,7 @@ from forkd.model.machine import MachineSpec
 from forkd.model.names import parse_tag
 from forkd.runtime.freeze import boot_spec, create_snapshot, frozen_of
 from forkd.runtime.sandbox import Sandbox
-from forkd.runtime.spawn import fork_children, fork_one, kill_all
+from forkd.runtime.spawn import fork_children, fork_one, kill_all, new_identities
 from forkd.runtime.warmup import Warmup, booted, warm_up
 from forkd.store.snapshots import Snapshot, SnapshotStore
 
@@ -102,7 +102,7 @@ async def run_demo(
         frozen = frozen_of(snapshot, image)
         progress.stage("forking 1")
         begun = time.monotonic()
-        alone = await fork_one(engine, frozen, directory)
+        alone = await fork_one(engine, frozen, new_identities(1)[0], directory)
         try:
             await _evaluate(alone)
             fork_one_s = time.monotonic() - begun
@@ -118,7 +118,7 @@ async def run_demo(
 
         progress.stage(f"forking {n}")
         begun = time.monotonic()
-        children = await fork_children(engine, frozen, n, directory, after=evaluate)
+        children = (await fork_children(engine, frozen, new_identities(n), directory, after=evaluate)).sandboxes
         fork_all_s = time.monotonic() - begun
         try:
             unique = [memory_use(child.machine.pid).unique_bytes for child in children]

@@ -11,6 +11,7 @@ from forkd.host.finding import Finding, Status
 from forkd.host.probe import probe_host
 
 ENGINES = ("qemu", "fake")
+AUTO = "auto"
 
 # Without these no VM runs, whatever the accelerator; the rest is needed for building images, or is comfort.
 _NEEDED = ("system", "architecture", "python", "qemu", "setpriv", "home", "runtime directory")
@@ -33,13 +34,13 @@ class Diagnosis:
 
 def diagnose(wanted: str | None = None) -> Diagnosis:
     """Look at this machine. Raises InvalidInput when `wanted`, or FORKD_ENGINE, names no engine of ours."""
-    engine = parse_engine(wanted or os.environ.get("FORKD_ENGINE"))
+    engine = parse_engine(os.environ.get("FORKD_ENGINE") if wanted is None else wanted)
     return choose(probe_host(), engine)
 
 
 def parse_engine(name: str | None) -> str | None:
     """The engine asked for, None when the choice is ours."""
-    if not name:
+    if not name or name == AUTO:
         return None
     if name not in ENGINES:
         raise InvalidInput(f"There is no engine '{name}'", hint=f"Engines: {', '.join(ENGINES)}")

@@ -9,11 +9,11 @@ from forkd.errors import HostLacks
 from forkd.runtime.doctor import diagnose
 
 
-def open_engine(name: str | None = None) -> Engine:
-    """Raises HostLacks, with what doctor found, where no VM can run."""
+def open_engine(name: str | None = None, *, outlive: bool = False) -> Engine:
+    """Raises HostLacks, with what doctor found, where no VM can run. `outlive`: forks go on when we end."""
     diagnosis = diagnose(name)
     if diagnosis.engine == "fake":
-        return FakeEngine()
+        return FakeEngine(outlive=outlive)
     if diagnosis.accelerator is None:
         raise HostLacks(diagnosis.reason, hint="See: forkd doctor")
-    return QemuEngine(diagnosis.accelerator)
+    return QemuEngine(diagnosis.accelerator, outlive=outlive)

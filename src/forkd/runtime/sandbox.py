@@ -31,6 +31,11 @@ class Sandbox:
         self.agent.close()
         await self.machine.kill()
 
+    async def release(self) -> None:
+        """Leave it running, for another process to adopt."""
+        self.agent.close()
+        await self.machine.release()
+
 
 async def raise_explained(error: ForkdError, machine: Machine, during: str) -> NoReturn:
     explained = await explain(error, machine, during)
@@ -59,5 +64,6 @@ async def explain(error: ForkdError, machine: Machine, during: str) -> ForkdErro
 _HINTS = {
     ExitReason.PANICKED: "The guest's kernel gave up; more --memory often helps",
     ExitReason.POWERED_OFF: "The guest shut itself down, or had too little memory to start: try more --memory",
+    ExitReason.UNKNOWN: "Was it killed, by hand or for lack of memory?",
     ExitReason.CRASHED: "The VMM ended unexpectedly; was it killed, by hand or for lack of memory?",
 }

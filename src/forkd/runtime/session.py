@@ -1,6 +1,6 @@
 """One run of forkd and the runtime directory it owns. What a killed run left behind is swept by the next one.
 
-    <runtime>/<pid>-<start time>/<machine>/   sockets, console, pid of each VM
+    <runtime>/<pid>-<start time>/<machine>/   sockets and console of each VM
 
 The owner is in the directory's name, so there is no instant at which a directory exists and nobody owns it.
 """
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from forkd.engines.base import PID_FILE
+from forkd.host.marked import kill_marked
 from forkd.host.memory import start_time_ticks
 from forkd.host.paths import ensure_private
 
@@ -37,37 +36,18 @@ def sweep(runtime: Path) -> list[str]:
     """Kill the VMs and remove the directories of runs that are over; returns the names of those runs."""
     swept = []
     for directory in runtime.iterdir():
-        owner = _parse_process(directory.name, "-")
+        owner = _parse_owner(directory.name)
         if owner is None or start_time_ticks(owner[0]) == owner[1]:
             continue
-        for file in directory.glob(f"*/{PID_FILE}"):
-            _kill_recorded(file)
+        kill_marked(directory)
         shutil.rmtree(directory, ignore_errors=True)
         swept.append(directory.name)
     return swept
 
 
-def _kill_recorded(file: Path) -> None:
-    try:
-        recorded = _parse_process(file.read_text(errors="replace"), " ")
-        pidfd = os.pidfd_open(recorded[0]) if recorded else None
-    except OSError:  # another sweep was here, or the process is gone
-        return
-    if recorded is None or pidfd is None:
-        return
-    try:
-        # Asked once the pidfd is open: from then on the number cannot become another process's.
-        if start_time_ticks(recorded[0]) == recorded[1]:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
-    finally:
-        os.close(pidfd)
-
-
-def _parse_process(text: str, separator: str) -> tuple[int, int] | None:
+def _parse_owner(name: str) -> tuple[int, int] | None:
     """A pid and its start time. Zero and numbers no pid can have are no process."""
-    pid, _, started = text.partition(separator)
+    pid, _, started = name.partition("-")
     if not (pid.isdecimal() and started.isdecimal() and len(pid) < 10 and len(started) < 20 and int(pid)):
         return None
     return int(pid), int(started)

@@ -1,65 +1,97 @@
-"""Forking n children of a snapshot: admitted, in parallel, each one proved to be someone of its own."""
+"""Forking children of a snapshot: admitted, in parallel, each one proved to be someone of its own."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from forkd.engines.base import Engine, Frozen
 from forkd.errors import ForkdError
 from forkd.guest.calls import Agent
 from forkd.guest.identity import become
-from forkd.model.identity import new_identity
+from forkd.model.identity import Identity, new_identity
 from forkd.model.machine import parse_count
-from forkd.runtime.admission import admit_children, look
+from forkd.model.sandbox import new_sandbox_id
+from forkd.runtime.admission import STARTS_PER_CPU, admit_children, look
+from forkd.runtime.faults import reach
 from forkd.runtime.sandbox import Sandbox, raise_explained
 
 AfterFork = Callable[[Sandbox], Awaitable[None]]
 
 
+@dataclass(frozen=True)
+class Forked:
+    """Who came up, in the order asked for, and why others did not, by sandbox id."""
+
+    sandboxes: list[Sandbox]
+    errors: Mapping[str, ForkdError]
+
+
+def new_identities(n: int, *, env: Mapping[str, str] | None = None) -> list[Identity]:
+    return [new_identity(new_sandbox_id(), env=env) for _ in range(parse_count(n))]
+
+
 async def fork_children(
     engine: Engine,
     frozen: Frozen,
-    n: int,
+    identities: Sequence[Identity],
     directory: Path,
     *,
-    env: Mapping[str, str] | None = None,
+    gate: asyncio.Semaphore | None = None,
     after: AfterFork | None = None,
-) -> list[Sandbox]:
-    """All n, or none and the first error. `after` runs for each child as part of its start."""
-    gate = asyncio.Semaphore(admit_children(parse_count(n), look()))
-    engine.check(frozen)
-    ready: list[Sandbox] = []
+    allow_partial: bool = False,
+) -> Forked:
+    """All of them, or none and the first error. With `allow_partial` those that can, and an error when none could.
 
-    async def start() -> None:
+    `gate` bounds how many start at once, where starts of others count too. `after` runs for each child as part of its
+    start. When the block is cancelled or something breaks that is no ForkdError, nobody lives.
+    """
+    capacity = look()
+    admit_children(1 if allow_partial else parse_count(len(identities)), capacity)
+    engine.check(frozen)
+    gate = gate or asyncio.Semaphore(capacity.cpus * STARTS_PER_CPU)
+    ready: dict[str, Sandbox] = {}
+    errors: dict[str, ForkdError] = {}
+
+    async def start(identity: Identity) -> None:
         async with gate:
             admit_children(1, look())  # again: those before it, and others, have taken memory since
-            sandbox = await fork_one(engine, frozen, directory, env=env)
-            ready.append(sandbox)
+            sandbox = await fork_one(engine, frozen, identity, directory)
+            ready[sandbox.id] = sandbox
             if after is not None:
                 await after(sandbox)
 
+    async def try_start(identity: Identity) -> None:
+        try:
+            await start(identity)
+        except ForkdError as error:
+            errors[identity.sandbox_id] = error
+            if failed := ready.pop(identity.sandbox_id, None):
+                await failed.kill()
+
     try:
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(n):
-                tasks.create_task(start())
+            for identity in identities:
+                tasks.create_task(try_start(identity) if allow_partial else start(identity))
     except BaseExceptionGroup as group:
-        await kill_all(ready)
+        await kill_all(ready.values())
         first = _first(group)
         raise first from first.__cause__
     except BaseException:
-        await kill_all(ready)
+        await kill_all(ready.values())
         raise
-    return ready
+    if not ready:
+        raise next(iter(errors.values()))
+    return Forked([ready[one.sandbox_id] for one in identities if one.sandbox_id in ready], errors)
 
 
-async def fork_one(engine: Engine, frozen: Frozen, directory: Path, *, env: Mapping[str, str] | None = None) -> Sandbox:
+async def fork_one(engine: Engine, frozen: Frozen, identity: Identity, directory: Path) -> Sandbox:
     """One child that has kept the fork contract; one that has not is killed before the error is raised."""
-    identity = new_identity(f"sb-{secrets.token_hex(5)}", env=env)
     machine = await engine.fork(frozen, directory / identity.sandbox_id)
+    reach("spawn.started")
     agent: Agent | None = None
     try:
         agent = Agent.attach(machine.take_channel())
@@ -78,7 +110,7 @@ async def fork_one(engine: Engine, frozen: Frozen, directory: Path, *, env: Mapp
     return Sandbox(identity, machine, agent, proof)
 
 
-async def kill_all(sandboxes: list[Sandbox]) -> None:
+async def kill_all(sandboxes: Iterable[Sandbox]) -> None:
     """All of them, even when one resists; its error is raised at the end."""
     for outcome in await asyncio.gather(*(sandbox.kill() for sandbox in sandboxes), return_exceptions=True):
         if isinstance(outcome, BaseException):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
-from forkd.engines.base import BootSpec, Frozen, Machine, Phases, record_pid
+from forkd.engines.base import BootSpec, Frozen, Machine, Phases
+from forkd.engines.machine import CONSOLE, made_directory
 from forkd.engines.qemu.args import Ram, Seat, render_args
 from forkd.engines.qemu.binary import find_binary, read_cpuinfo, render_platform
-from forkd.engines.qemu.machine import QemuMachine
-from forkd.engines.qemu.monitor import Monitor, connected_socket, listening_socket
-from forkd.errors import EngineFailed, SnapshotIncompatible
+from forkd.engines.qemu.machine import VMM_LOG, QemuMachine, adopt
+from forkd.engines.qemu.monitor import QMP_SOCKET, Monitor
+from forkd.engines.sockets import AGENT_SOCKET, connected_socket, listening_socket
+from forkd.errors import SnapshotIncompatible
+from forkd.host.marked import Marked, render_environment
 from forkd.host.process import spawn
 
 MEMORY_FILE = "memory"
@@ -28,10 +30,11 @@ _MAX_PARENT_FILE_BYTES = 16 * 1024 * 1024
 class QemuEngine:
     name = "qemu"
 
-    def __init__(self, accelerator: str, *, die_with_parent: bool = True) -> None:
+    def __init__(self, accelerator: str, *, outlive: bool = False) -> None:
+        """`outlive`: forks go on when we end. Parents never do: who has not frozen one does not miss it."""
         self._binary = find_binary()
         self._accelerator = accelerator
-        self._die_with_parent = die_with_parent
+        self._outlive = outlive
         self._platform = render_platform(self._binary, accelerator, read_cpuinfo())
         self.isolation = "qemu-tcg" if accelerator == "tcg" else "qemu-kvm"
 
@@ -64,43 +67,34 @@ class QemuEngine:
         ram = Ram(frozen.directory / MEMORY_FILE, shared=False)
         return self._start(frozen.boot, directory, ram, state=frozen.directory / STATE_FILE)
 
+    async def adopt(self, directory: Path, leader: Marked | None = None) -> Machine:
+        return await adopt(directory, leader)
+
     def _start(self, spec: BootSpec, directory: Path, ram: Ram, state: Path | None) -> QemuMachine:
         phases = Phases(time.monotonic())
-        directory.mkdir(mode=0o700)
-        try:
+        with made_directory(directory):
             return self._spawn(spec, directory, ram, state, phases)
-        except OSError as error:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise EngineFailed(f"Could not prepare a VM in {directory}: {error.strerror}") from error
-        except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
 
     def _spawn(self, spec: BootSpec, directory: Path, ram: Ram, state: Path | None, phases: Phases) -> QemuMachine:
-        agent_path, qmp_path = str(directory / "agent.sock"), str(directory / "qmp.sock")
-        with listening_socket(agent_path) as agent, listening_socket(qmp_path) as qmp:
-            channel, control = connected_socket(agent_path), connected_socket(qmp_path)
-            state_fd = os.open(state, os.O_RDONLY | os.O_CLOEXEC) if state else None
-            try:
-                seat = Seat(directory.name, directory / "console.log", agent.fileno(), qmp.fileno())
-                incoming = state_fd is not None
-                args = render_args(self._binary.path, self._accelerator, spec, seat, ram, incoming=incoming)
-                inherited = [agent.fileno(), qmp.fileno(), *([state_fd] if state_fd is not None else [])]
-                process = spawn(
-                    args,
-                    output=directory / "qemu.log",
-                    inherited_fds=inherited,
-                    max_file_bytes=_MAX_CONSOLE_BYTES if incoming else _MAX_PARENT_FILE_BYTES,
-                    die_with_parent=self._die_with_parent,
-                )
-                record_pid(directory, process)
-            except BaseException:
-                channel.close()
-                control.close()
-                raise
-            finally:
-                if state_fd is not None:
-                    os.close(state_fd)
-        monitor = Monitor(directory.name)
+        with ExitStack() as ours, ExitStack() as on_failure:
+            agent = ours.enter_context(listening_socket(directory / AGENT_SOCKET))
+            qmp = ours.enter_context(listening_socket(directory / QMP_SOCKET))
+            channel = on_failure.enter_context(connected_socket(directory / AGENT_SOCKET))
+            control = on_failure.enter_context(connected_socket(directory / QMP_SOCKET))
+            state_fd = ours.enter_context(state.open("rb", buffering=0)).fileno() if state else None
+            process = spawn(
+                self._render(spec, Seat(directory.name, directory / CONSOLE, agent.fileno(), qmp.fileno()), ram),
+                output=directory / VMM_LOG,
+                env=render_environment(directory),
+                inherited_fds=[agent.fileno(), qmp.fileno(), *([] if state_fd is None else [state_fd])],
+                max_file_bytes=_MAX_PARENT_FILE_BYTES if state is None else _MAX_CONSOLE_BYTES,
+                outlive=self._outlive and state is not None,
+            )
+            on_failure.pop_all()
+        machine = QemuMachine(directory, process, channel, phases, Monitor(directory.name, control))
         # Ours is closed by now; QEMU has inherited the descriptor under the same number.
-        return QemuMachine(directory, process, monitor, control, channel, state_fd=state_fd, phases=phases)
+        machine.start(state_fd)
+        return machine
+
+    def _render(self, spec: BootSpec, seat: Seat, ram: Ram) -> list[str]:
+        return render_args(self._binary.path, self._accelerator, spec, seat, ram, incoming=not ram.shared)

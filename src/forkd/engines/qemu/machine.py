@@ -1,110 +1,122 @@
-"""One QEMU process: its life, its two sockets, its console."""
+"""One QEMU process: its life, its monitor, its console."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 import socket
 import time
 from pathlib import Path
 
-from forkd.engines.base import Death, ExitReason, Phases, tail_of
-from forkd.engines.qemu.monitor import Monitor
+from forkd.engines.base import ExitReason, Phases, tail_of
+from forkd.engines.machine import ProcessMachine, found_process
+from forkd.engines.qemu.monitor import QMP_SOCKET, Monitor
+from forkd.engines.sockets import AGENT_SOCKET, reach
 from forkd.errors import EngineFailed
-from forkd.host.process import ChildProcess, ExitStatus
+from forkd.host.marked import Marked
+from forkd.host.process import ExitStatus, WatchedProcess
+
+VMM_LOG = "qemu.log"
+# QEMU answers at once; a host that is busy with many others may take its time.
+ADOPT_DEADLINE_S = 20.0
 
 
-class QemuMachine:
-    """Owns the process, its monitor connection and its runtime directory; `kill` releases all three."""
-
+class QemuMachine(ProcessMachine):
     def __init__(
         self,
         directory: Path,
-        process: ChildProcess,
-        monitor: Monitor,
-        qmp: socket.socket,
+        process: WatchedProcess,
         channel: socket.socket,
-        *,
-        state_fd: int | None,
         phases: Phases,
+        monitor: Monitor,
+        *,
+        paused: bool = False,
     ) -> None:
-        self.phases = phases
-        self._directory = directory
-        self._process = process
-        self._monitor = monitor
-        self._channel: socket.socket | None = channel
-        self._killed = False
-        self.death: asyncio.Future[Death] = asyncio.get_running_loop().create_future()
-        process.exited.add_done_callback(self._on_exit)
-        self._started = asyncio.create_task(self._start(qmp, state_fd), name=f"start {directory.name}")
+        """One whose monitor is connected, or about to be: see `start`."""
+        super().__init__(directory, process, channel, phases, paused=paused)
+        self.monitor = monitor
+        self._started: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def monitor(self) -> Monitor:
-        return self._monitor
-
-    def take_channel(self) -> socket.socket:
-        if self._channel is None:
-            raise EngineFailed("The agent's channel of this machine was taken already")
-        channel, self._channel = self._channel, None
-        return channel
+    def start(self, state_fd: int | None) -> None:
+        """Go through the start in the background; `running` waits for it."""
+        self._started = asyncio.create_task(self._start(state_fd), name=f"start {self._directory.name}")
 
     async def running(self) -> None:
-        await asyncio.shield(self._started)
+        if self._started is not None:
+            await asyncio.shield(self._started)
 
-    async def _start(self, qmp: socket.socket, state_fd: int | None) -> None:
+    async def _start(self, state_fd: int | None) -> None:
         try:
-            await self._monitor.connect(qmp)
+            await self.monitor.connect()
             self.phases.mark("process start", time.monotonic())
             if state_fd is not None:
-                await self._monitor.load_state(state_fd)
+                await self.monitor.load_state(state_fd)
                 self.phases.mark("state load", time.monotonic())
-                await self._monitor.execute("cont")
+                await self.monitor.execute("cont")
                 self.phases.mark("resume", time.monotonic())
         except EngineFailed as error:
-            raise EngineFailed(error.message, hint=error.hint, details=self._log_tail()) from error
+            raise EngineFailed(error.message, hint=error.hint, details=self._vmm_output() or None) from error
 
     async def pause(self) -> None:
         await self.running()
-        await self._monitor.execute("stop")
+        await self.monitor.execute("stop")
+        self._paused = True
 
     async def resume(self) -> None:
         await self.running()
-        await self._monitor.execute("cont")
+        await self.monitor.execute("cont")
+        self._paused = False
 
-    async def kill(self) -> None:
-        self._killed = True
-        await asyncio.shield(asyncio.ensure_future(self._release()))
+    async def _end_process(self) -> None:
+        if self._started is not None:
+            self._started.cancel()
+        await super()._end_process()
+        if self._started is not None:
+            await asyncio.gather(self._started, return_exceptions=True)
+        await self.monitor.close()
 
-    async def _release(self) -> None:
-        self._started.cancel()
-        await self._process.kill()
-        await asyncio.gather(self._started, return_exceptions=True)
-        await self._monitor.close()
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
-        shutil.rmtree(self._directory, ignore_errors=True)
+    async def release(self) -> None:
+        await super().release()
+        if self._started is not None:
+            self._started.cancel()
+        await self.monitor.close()
 
-    def console_tail(self) -> str:
-        return tail_of(self._directory / "console.log")
-
-    def _log_tail(self) -> str | None:
-        lines = tail_of(self._directory / "qemu.log").splitlines()
+    def _vmm_output(self) -> str:
+        lines = tail_of(self._directory / VMM_LOG).splitlines()
         # Said of every channel we hand over already connected; it is no news.
-        return "\n".join(line for line in lines if "waiting for connection on" not in line) or None
+        return "\n".join(line for line in lines if "waiting for connection on" not in line)
 
-    def _on_exit(self, exited: asyncio.Future[ExitStatus]) -> None:
-        status = exited.result()
-        reason = ExitReason.KILLED if self._killed else parse_exit(status, self.console_tail())
-        self.death.set_result(Death(reason, str(status), self._log_tail() or ""))
+    def _reason(self, status: ExitStatus) -> ExitReason:
+        return parse_exit(status, self.console_tail())
+
+
+async def adopt(directory: Path, leader: Marked | None) -> QemuMachine:
+    """See Engine.adopt."""
+    async with found_process(directory, leader) as process:
+        monitor = Monitor(directory.name, await reach(directory / QMP_SOCKET))
+        try:
+            await monitor.connect(ADOPT_DEADLINE_S)
+            paused = parse_paused(await monitor.execute("query-status"))
+            channel = await reach(directory / AGENT_SOCKET)
+        except BaseException:
+            await monitor.close()
+            raise
+        return QemuMachine(directory, process, channel, Phases(time.monotonic()), monitor, paused=paused)
+
+
+def parse_paused(answer: object) -> bool:
+    """From query-status. A VM that neither runs nor was paused is none that can be taken over."""
+    status = answer.get("status") if isinstance(answer, dict) else None
+    if status not in ("running", "paused"):
+        raise EngineFailed(f"QEMU says that the VM is {status}", hint="Kill it and fork another")
+    return bool(status == "paused")
 
 
 def parse_exit(status: ExitStatus, console: str) -> ExitReason:
     """Why a QEMU that nobody killed has ended. It exits with 0 both on power-off and on a panic's reboot."""
-    if status.code != 0:
+    unknown = status.code is None and status.signal is None
+    if status.code != 0 and not unknown:
         return ExitReason.CRASHED
-    return ExitReason.PANICKED if "Kernel panic" in console else ExitReason.POWERED_OFF
+    if "Kernel panic" in console:
+        return ExitReason.PANICKED
+    return ExitReason.UNKNOWN if unknown and "Power down" not in console else ExitReason.POWERED_OFF

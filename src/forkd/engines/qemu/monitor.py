@@ -11,6 +11,7 @@ from qemu.qmp import EventListener, ExecuteError, QMPClient, QMPError
 
 from forkd.errors import EngineFailed
 
+QMP_SOCKET = "qmp.sock"
 START_DEADLINE_S = 60.0
 COMMAND_DEADLINE_S = 20.0
 MIGRATION_DEADLINE_S = 60.0
@@ -25,15 +26,17 @@ _CAPABILITIES = [
 
 
 class Monitor:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, sock: socket.socket) -> None:
+        """Takes the socket over; `close` closes it, whether it was connected or not."""
+        self._sock = sock
         self._client = QMPClient(name)
         self._migration = EventListener(names=("MIGRATION",))
         self._client.register_listener(self._migration)
 
-    async def connect(self, sock: socket.socket) -> None:
+    async def connect(self, deadline_s: float = START_DEADLINE_S) -> None:
         try:
-            async with asyncio.timeout(START_DEADLINE_S):
-                await self._client.connect(sock)
+            async with asyncio.timeout(deadline_s):
+                await self._client.connect(self._sock)
         except (QMPError, TimeoutError, OSError) as error:
             raise EngineFailed("QEMU did not open its monitor") from error
 
@@ -43,6 +46,8 @@ class Monitor:
                 await self._client.disconnect()
         except (QMPError, TimeoutError, OSError, EOFError):
             pass  # the other end is dead or dying; nothing of ours stays open
+        finally:
+            self._sock.close()
 
     async def execute(self, command: str, arguments: dict[str, Any] | None = None) -> Any:
         try:
@@ -79,18 +84,3 @@ class Monitor:
                         raise EngineFailed(f"QEMU reports that the device state was {status}")
         except TimeoutError as error:
             raise EngineFailed("QEMU did not finish with the device state") from error
-
-
-def listening_socket(path: str) -> socket.socket:
-    """A unix socket QEMU inherits already listening, so that nobody has to wait for it to appear."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    sock.bind(path)
-    sock.listen(1)
-    return sock
-
-
-def connected_socket(path: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    sock.connect(path)
-    sock.setblocking(False)
-    return sock

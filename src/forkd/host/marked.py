@@ -1,0 +1,169 @@
+"""Processes that carry in their environment which VM they belong to.
+
+The mark is there from the first instruction of the program to the last and is inherited, so that whatever a killed run
+left can be found without anything having been written down.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from forkd.errors import EngineFailed
+from forkd.host.memory import start_time_ticks
+from forkd.host.process import KILL_DEADLINE_S
+
+MARK = "FORKD_VM"
+# All a VM process gets to see of our environment, which may hold secrets.
+_HANDED_ON = ("PATH", "HOME", "LANG", "TMPDIR")
+# How long an exec may take to show the environment of the new program: it reads the program from disk before.
+_EXEC_DEADLINE_S = 2.0
+_EXEC_RETRY_S = 0.001
+
+# Places in /proc/<pid>/stat, counted from the state.
+_STATE, _PARENT, _FLAGS, _ENV_END = 0, 1, 6, 48
+_KERNEL_THREAD = 0x00200000  # PF_KTHREAD
+
+# Not there any more, or not ours to see.
+_OUT_OF_SIGHT = (FileNotFoundError, ProcessLookupError, PermissionError)
+
+
+@dataclass(frozen=True)
+class Marked:
+    """One process for good: its pid may be given to another, with another start time."""
+
+    pid: int
+    start_ticks: int
+
+
+def render_environment(directory: Path) -> dict[str, str]:
+    """The whole environment of a VM process that lives in `directory`."""
+    handed_on = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
+    return {**handed_on, MARK: os.path.realpath(directory)}
+
+
+def find_marked(under: Path) -> dict[Path, Marked]:
+    """The leading process of each VM whose directory is `under` or below it; one look at all processes."""
+    leaders: dict[Path, Marked] = {}
+    for directory, members in _scan(under).items():
+        pids = {member.pid for member in members}
+        # What a VM process started is below it, or was and has lost it: then it is younger.
+        heads = [member for member in members if _parent(member.pid) not in pids]
+        leaders[directory] = min(heads or members, key=lambda member: (member.start_ticks, member.pid))
+    return leaders
+
+
+def kill_marked(under: Path) -> None:
+    """End every process of the VMs `under` a directory, and return when they are gone."""
+    deadline = time.monotonic() + KILL_DEADLINE_S
+    # Again until there are none: one may have started another behind our back.
+    while members := [member for group in _scan(under).values() for member in group]:
+        for member in members:
+            _kill(member, deadline)
+        if time.monotonic() > deadline:
+            raise EngineFailed(f"Processes of VMs in {under} do not end", hint="Is their memory or disk stuck?")
+
+
+def _kill(process: Marked, deadline: float) -> None:
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return
+    try:
+        # Asked once the pidfd is open: from then on the number cannot become another process's.
+        if start_time_ticks(process.pid) == process.start_ticks:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            poll = select.poll()
+            poll.register(pidfd, select.POLLIN)
+            poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+    except ProcessLookupError:
+        pass
+    finally:
+        os.close(pidfd)
+
+
+def is_stopped(pid: int) -> bool:
+    """Stopped by a signal, until it is told to go on."""
+    fields = _read_stat(pid)
+    return fields is not None and fields[_STATE] == "T"
+
+
+class _Turning(Exception):
+    """The process is just turning into another program: for some time of that, the kernel shows no environment."""
+
+
+def _scan(under: Path) -> dict[Path, list[Marked]]:
+    """All marked processes but ourselves, by directory; `under` is the first part of each as it is given."""
+    found: dict[Path, list[Marked]] = {}
+    place = os.path.realpath(under)
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    deadline = time.monotonic() + _EXEC_DEADLINE_S
+    while pids:
+        unsure = []
+        for pid in pids:
+            try:
+                directory, process = _look(pid, place)
+            except _Turning:
+                unsure.append(pid)
+                continue
+            if process is not None and pid != os.getpid():
+                found.setdefault(under / os.path.relpath(directory, place), []).append(process)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_EXEC_RETRY_S if unsure else 0)
+        pids = unsure
+    return found
+
+
+def _look(pid: int, place: str) -> tuple[str, Marked | None]:
+    """What a process is marked with, and the process when that is at `place` or below."""
+    directory = _read_mark(pid)
+    if directory != place and not directory.startswith(place + "/"):
+        return directory, None
+    started = start_time_ticks(pid)
+    # The mark again: the pid may have gone to another process before we asked for its start.
+    if started is None or _read_mark(pid) != directory:
+        return directory, None
+    return directory, Marked(pid, started)
+
+
+def _read_mark(pid: int) -> str:
+    """Empty when there is none."""
+    prefix = MARK.encode() + b"="
+    for entry in _read_environ(pid).split(b"\0"):
+        if entry.startswith(prefix):
+            return os.fsdecode(entry[len(prefix) :])
+    return ""
+
+
+def _read_environ(pid: int) -> bytes:
+    path = Path(f"/proc/{pid}/environ")
+    try:
+        environ = path.read_bytes()
+        if environ or (fields := _read_stat(pid)) is None or fields[_STATE] in "ZX":
+            return environ
+        if int(fields[_FLAGS]) & _KERNEL_THREAD:
+            return environ
+        if int(fields[_ENV_END]) == 0:
+            raise _Turning
+        # It has an environment, empty or not: look once more, as it may be the new program's by now.
+        return path.read_bytes()
+    except _OUT_OF_SIGHT:
+        return b""
+
+
+def _parent(pid: int) -> int | None:
+    fields = _read_stat(pid)
+    return int(fields[_PARENT]) if fields is not None else None
+
+
+def _read_stat(pid: int) -> list[str] | None:
+    """The fields of /proc/<pid>/stat after the name, which may hold spaces and parentheses. None: it is over."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except _OUT_OF_SIGHT:
+        return None

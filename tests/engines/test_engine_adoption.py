@@ -1,0 +1,257 @@
+"""VMs that outlive their owner, and who takes them over: the same tests over the fake and over real VMs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from engine_cases import Case, left_behind
+
+from forkd.engines.base import ExitReason, Machine
+from forkd.errors import ChannelClosed, EngineFailed, GuestDied, GuestTimeout
+from forkd.guest.calls import Agent
+from forkd.host.marked import Marked, find_marked
+from forkd.host.memory import start_time_ticks
+from forkd.model.identity import new_identity
+from forkd.runtime.spawn import fork_one
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+KEPT = "kept = past + 1"
+
+
+def test_a_vm_is_found_by_its_mark_as_soon_as_it_was_started(case: Case, run_directory: Path) -> None:
+    async def body() -> None:
+        machine = await case.engine.fork(case.frozen, run_directory / "sb-1")
+        try:
+            found = find_marked(run_directory)
+            assert {directory: process.pid for directory, process in found.items()} == {
+                run_directory / "sb-1": machine.pid
+            }
+        finally:
+            await machine.kill()
+        assert find_marked(run_directory) == {}
+
+    asyncio.run(body())
+
+
+def test_a_vm_process_sees_nothing_of_our_environment(
+    case: Case, run_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORKD_TOKEN", "secret")
+
+    async def body() -> None:
+        child = await fork_one(case.engine, case.frozen, new_identity("sb-1"), run_directory)
+        try:
+            environ = Path(f"/proc/{child.machine.pid}/environ").read_bytes().decode().split("\0")
+        finally:
+            await child.kill()
+        names = {entry.partition("=")[0] for entry in environ if entry}
+        assert f"FORKD_VM={run_directory}/sb-1" in environ
+        assert names <= {"FORKD_VM", "PATH", "HOME", "LANG", "TMPDIR", "PWD", "SHLVL", "_", "OLDPWD"}
+
+    asyncio.run(body())
+
+
+def test_a_vm_whose_owner_was_killed_is_adopted_and_goes_on(case: Case, run_directory: Path) -> None:
+    async def body(directory: Path) -> None:
+        machine = await case.engine.adopt(directory)
+        try:
+            assert not machine.paused
+            agent = await Agent.connect(machine.take_channel())
+            try:
+                assert (await agent.eval("kept")).value == 42
+                await machine.pause()
+                assert machine.paused
+                with pytest.raises(GuestTimeout):
+                    await agent.ping(deadline_s=0.5)
+                await machine.resume()
+                assert not machine.paused
+                assert (await agent.eval("kept + 1")).value == 43
+            finally:
+                agent.close()
+        finally:
+            await machine.kill()
+        await machine.kill()
+        assert (await machine.death).reason is ExitReason.KILLED
+        assert start_time_ticks(machine.pid) is None
+        assert find_marked(run_directory) == {} and not directory.exists()
+
+    with left_behind(case, run_directory, code=KEPT) as directory:
+        asyncio.run(body(directory))
+
+
+def test_a_paused_vm_is_adopted_as_paused(case: Case, run_directory: Path) -> None:
+    async def body(directory: Path) -> None:
+        machine = await case.engine.adopt(directory, find_marked(run_directory)[directory])
+        try:
+            assert machine.paused
+            agent = Agent.attach(machine.take_channel())
+            try:
+                with pytest.raises(GuestTimeout):
+                    await agent.hello(deadline_s=0.5)
+                await machine.resume()
+                assert not machine.paused
+                await agent.hello()
+                assert (await agent.eval("kept")).value == 42
+            finally:
+                agent.close()
+        finally:
+            await machine.kill()
+
+    with left_behind(case, run_directory, code=KEPT, pause=True) as directory:
+        asyncio.run(body(directory))
+
+
+def test_what_an_adopted_vm_has_running_goes_with_it(case: Case, run_directory: Path) -> None:
+    async def body(directory: Path) -> None:
+        machine = await case.engine.adopt(directory)
+        agent = await Agent.connect(machine.take_channel())
+        try:
+            assert (await agent.eval("lasting.poll()")).value is None
+        finally:
+            agent.close()
+            await machine.kill()
+        assert find_marked(run_directory) == {}
+
+    code = "import subprocess\nlasting = subprocess.Popen(['sleep', '600'])"
+    with left_behind(case, run_directory, code=code) as directory:
+        asyncio.run(body(directory))
+
+
+def test_a_vm_that_ended_cannot_be_adopted(case: Case, run_directory: Path) -> None:
+    with left_behind(case, run_directory) as directory:
+        leader = find_marked(run_directory)[directory]
+        os.kill(leader.pid, signal.SIGKILL)
+        _wait_until_over(leader.pid)
+        for known in (None, leader):
+            with pytest.raises(GuestDied):
+                asyncio.run(_adopted(case, directory, known))
+        assert directory.is_dir()
+        with pytest.raises(GuestDied):
+            asyncio.run(_adopted(case, run_directory / "sb-never"))
+
+
+def test_a_vm_that_cannot_be_reached_is_left_as_it_is(case: Case, run_directory: Path) -> None:
+    with left_behind(case, run_directory) as directory:
+        leader = find_marked(run_directory)[directory]
+        (directory / "agent.sock").rename(directory / "agent.away")
+        with pytest.raises(EngineFailed, match=r"agent\.sock"):
+            asyncio.run(_adopted(case, directory))
+        assert find_marked(run_directory)[directory] == leader
+        (directory / "agent.away").rename(directory / "agent.sock")
+
+        async def body() -> None:
+            machine = await _adopted(case, directory)
+            agent = await Agent.connect(machine.take_channel())
+            assert (await agent.eval("past")).value == 41
+            agent.close()
+            await machine.kill()
+
+        asyncio.run(body())
+
+
+def test_an_adopted_vm_that_is_killed_from_outside_has_ended(case: Case, run_directory: Path) -> None:
+    async def body(directory: Path) -> None:
+        machine = await case.engine.adopt(directory)
+        try:
+            os.kill(machine.pid, signal.SIGKILL)
+            death = await asyncio.wait_for(asyncio.shield(machine.death), 10)
+            assert (death.reason, death.status) == (ExitReason.UNKNOWN, "exit status unknown")
+            with pytest.raises(GuestDied):
+                await machine.reconnect()
+        finally:
+            await machine.kill()
+
+    with left_behind(case, run_directory) as directory:
+        asyncio.run(body(directory))
+
+
+def test_a_lost_channel_is_replaced_by_another(case: Case, run_directory: Path) -> None:
+    async def body() -> None:
+        child = await fork_one(case.engine, case.frozen, new_identity("sb-1"), run_directory)
+        try:
+            await child.agent.eval(KEPT)
+            for _ in range(3):
+                asking = asyncio.create_task(child.agent.run("sleep 600"))
+                await asyncio.sleep(0.1)
+                child.agent.close()
+                with pytest.raises(ChannelClosed):
+                    await asking
+                agent = await Agent.connect(await child.machine.reconnect())
+                assert (await agent.eval("kept")).value == 42
+                assert (await agent.ping()).streams == 0  # what the one before had running has ended
+                agent.close()
+        finally:
+            await child.kill()
+
+    asyncio.run(body())
+
+
+def test_a_channel_is_served_when_the_one_before_it_is_closed(case: Case, run_directory: Path) -> None:
+    async def body() -> None:
+        child = await fork_one(case.engine, case.frozen, new_identity("sb-1"), run_directory)
+        try:
+            following = Agent.attach(await child.machine.reconnect())
+            try:
+                with pytest.raises(GuestTimeout):
+                    await following.hello(deadline_s=0.5)
+                assert (await child.agent.eval("past")).value == 41
+                child.agent.close()
+                await following.hello()
+                assert (await following.eval("past")).value == 41
+            finally:
+                following.close()
+        finally:
+            await child.kill()
+
+    asyncio.run(body())
+
+
+def test_a_released_vm_runs_on_and_can_be_adopted(case: Case, run_directory: Path) -> None:
+    async def body() -> None:
+        child = await fork_one(case.engine, case.frozen, new_identity("sb-1"), run_directory)
+        await child.agent.eval(KEPT)
+        await child.release()
+        await asyncio.sleep(0.2)
+        assert not child.machine.death.done()
+        machine = await case.engine.adopt(run_directory / "sb-1")
+        assert machine.pid == child.machine.pid
+        agent = await Agent.connect(machine.take_channel())
+        assert (await agent.eval("kept")).value == 42
+        agent.close()
+        await machine.release()
+
+    asyncio.run(body())
+
+    async def end() -> None:
+        await (await case.engine.adopt(run_directory / "sb-1")).kill()
+
+    assert start_time_ticks(find_marked(run_directory)[run_directory / "sb-1"].pid) is not None
+    asyncio.run(end())
+
+
+@pytest.mark.parametrize(("outlive", "boot"), [(False, False), (True, True)], ids=["a fork", "a parent"])
+def test_a_fork_that_was_not_told_to_outlive_its_owner_and_every_parent_die_with_it(
+    case: Case, run_directory: Path, outlive: bool, boot: bool
+) -> None:
+    with left_behind(case, run_directory, outlive=outlive, boot=boot):
+        deadline = time.monotonic() + 10
+        while find_marked(run_directory) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert find_marked(run_directory) == {}
+
+
+async def _adopted(case: Case, directory: Path, known: Marked | None = None) -> Machine:
+    return await case.engine.adopt(directory, known)
+
+
+def _wait_until_over(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while start_time_ticks(pid) is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
