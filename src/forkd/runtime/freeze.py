@@ -6,9 +6,11 @@ import time
 from pathlib import Path
 
 from forkd.engines.base import BootSpec, Engine, Frozen
+from forkd.host.threads import in_thread, offloaded
 from forkd.image import Image, Progress
 from forkd.model.machine import MachineSpec
 from forkd.model.names import SnapshotTag
+from forkd.runtime.faults import reach
 from forkd.runtime.warmup import Warmup, booted, warm_up
 from forkd.store.manifest import Manifest
 from forkd.store.snapshots import Snapshot, SnapshotStore
@@ -27,27 +29,30 @@ async def create_snapshot(
     progress: Progress,
 ) -> Snapshot:
     boot = boot_spec(image, machine)
-    with store.created(tag, replace_existing=replace) as (staging, seal):
+    async with offloaded(store.created(tag, replace_existing=replace)) as (staging, seal):
         progress.stage("booting the parent")
         async with booted(engine, boot, directory / "parent", staging) as (vm, agent):
+            reach("snapshot.booted")
             progress.stage("warming up")
             await warm_up(agent, warmup)
             progress.stage("freezing")
             await agent.prepare_freeze()
             platform = await engine.freeze(vm, staging)
+        reach("snapshot.frozen")
         progress.stage("writing and checksumming")
-        seal(
-            Manifest(
-                tag=tag,
-                created_at_unix=int(time.time()),
-                engine=engine.name,
-                image_id=image.id,
-                machine=machine,
-                warm=warmup.describe(),
-                platform=platform,
-                files={},
-            )
+        manifest = Manifest(
+            tag=tag,
+            created_at_unix=int(time.time()),
+            engine=engine.name,
+            image_id=image.id,
+            machine=machine,
+            warm=warmup.describe(),
+            platform=platform,
+            files={},
         )
+        await in_thread(lambda: seal(manifest))
+        reach("snapshot.sealed")
+    reach("snapshot.published")
     return store.get(tag)
 
 

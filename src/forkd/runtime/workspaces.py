@@ -1,0 +1,127 @@
+"""Workspaces: sandboxes with a name that can be suspended and resumed.
+
+A workspace has at most one sandbox, the newest row that bears its name; its status is what that sandbox is doing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from forkd.errors import InvalidInput, NotFound
+from forkd.model.names import SnapshotTag, parse_name, parse_tag
+from forkd.model.sandbox import SandboxRecord, SandboxSpec, State
+from forkd.runtime.registry import Registry, WorkspaceRow
+
+RUNNING, SUSPENDED, STALE = "running", "suspended", "stale"
+
+
+@dataclass(frozen=True)
+class WorkspaceRecord:
+    id: str
+    name: str
+    source_snapshot_tag: SnapshotTag
+    status: str
+    live_sandbox_id: str | None
+    created_at_unix: int
+    last_active_unix: int
+
+
+class Sandboxes(Protocol):
+    """What a workspace asks of the fleet."""
+
+    async def spawn_for_workspace(self, spec: SandboxSpec) -> SandboxRecord: ...
+    async def pause(self, sandbox_id: str) -> SandboxRecord: ...
+    async def resume(self, sandbox_id: str) -> SandboxRecord: ...
+    async def kill(self, sandbox_id: str) -> None: ...
+
+
+class Workspaces:
+    def __init__(self, registry: Registry, sandboxes: Sandboxes) -> None:
+        self._registry = registry
+        self._sandboxes = sandboxes
+
+    def list(self) -> list[WorkspaceRecord]:
+        return [self._seen(row) for row in self._registry.list_workspaces()]
+
+    def get(self, name: str) -> WorkspaceRecord:
+        return self._seen(self._row(name))
+
+    async def create(self, name: str, snapshot_tag: str, memory_limit_mib: int | None) -> WorkspaceRecord:
+        now = time.time()
+        parsed, tag = parse_name(name, "workspace name"), parse_tag(snapshot_tag)
+        # The row first: it holds the name. Without a sandbox it says "stale", which a crash now makes true.
+        row = WorkspaceRow(parsed, f"ws-{secrets.token_hex(8)}", tag, memory_limit_mib, now, now)
+        self._registry.insert_workspace(row)
+        try:
+            await self._spawn(row)
+        except BaseException:
+            self._registry.remove_workspace(parsed)
+            raise
+        return self.get(parsed)
+
+    async def suspend(self, name: str) -> WorkspaceRecord:
+        workspace = self.get(name)
+        if workspace.status != RUNNING or workspace.live_sandbox_id is None:
+            raise InvalidInput(f"Workspace {workspace.name} is {workspace.status}, not running")
+        await self._sandboxes.pause(workspace.live_sandbox_id)
+        return self._touched(workspace.name)
+
+    async def resume(self, name: str) -> WorkspaceRecord:
+        row, workspace = self._row(name), self.get(name)
+        if workspace.status == RUNNING:
+            raise InvalidInput(f"Workspace {row.name} runs already")
+        if workspace.status == SUSPENDED and workspace.live_sandbox_id is not None:
+            await self._sandboxes.resume(workspace.live_sandbox_id)
+        else:
+            await self._forget_sandbox(row.name)
+            await self._spawn(row)
+        return self._touched(row.name)
+
+    async def remove(self, name: str) -> None:
+        row = self._row(name)
+        await self._forget_sandbox(row.name)
+        self._registry.remove_workspace(row.name)
+
+    async def _spawn(self, row: WorkspaceRow) -> SandboxRecord:
+        spec = SandboxSpec(row.source_snapshot_tag, memory_limit_mib=row.memory_limit_mib, workspace=row.name)
+        return await self._sandboxes.spawn_for_workspace(spec)
+
+    async def _forget_sandbox(self, name: str) -> None:
+        record = self._registry.find_in_workspace(name)
+        if record is not None:
+            try:
+                await self._sandboxes.kill(record.id)
+            except NotFound:
+                pass  # it went by itself meanwhile
+
+    def _touched(self, name: str) -> WorkspaceRecord:
+        self._registry.touch_workspace(name, time.time())
+        return self.get(name)
+
+    def _row(self, name: str) -> WorkspaceRow:
+        row = self._registry.find_workspace(parse_name(name, "workspace name"))
+        if row is None:
+            raise NotFound(f"There is no workspace {name}", hint="List them with: forkd workspace ls")
+        return row
+
+    def _seen(self, row: WorkspaceRow) -> WorkspaceRecord:
+        record = self._registry.find_in_workspace(row.name)
+        status = find_status(record)
+        return WorkspaceRecord(
+            id=row.id,
+            name=row.name,
+            source_snapshot_tag=row.source_snapshot_tag,
+            status=status,
+            live_sandbox_id=record.id if record is not None and status != STALE else None,
+            created_at_unix=int(row.created_at_unix),
+            last_active_unix=int(row.last_active_unix),
+        )
+
+
+def find_status(record: SandboxRecord | None) -> str:
+    if record is None or record.state in (State.DEAD, State.STOPPING):
+        return STALE
+    return SUSPENDED if record.state is State.PAUSED else RUNNING

@@ -1,0 +1,164 @@
+"""The registry: guarded states, all-or-nothing transactions, queries."""
+
+from __future__ import annotations
+
+import itertools
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from forkd.errors import Conflict, HostLacks, NotFound
+from forkd.model.names import parse_tag
+from forkd.model.sandbox import TRANSITIONS, SandboxRecord, State, new_sandbox_id
+from forkd.runtime.registry import IdempotencyKey, Registry, SandboxQuery, SnapshotJob, WorkspaceRow
+
+TAG = parse_tag("warm")
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Iterator[Registry]:
+    opened = Registry(tmp_path / "registry.db")
+    yield opened
+    opened.close()
+
+
+def record(state: State = State.STARTING, **fields: object) -> SandboxRecord:
+    base = SandboxRecord(0, new_sandbox_id(), TAG, state, 100.0, "fake", "none", 4000)
+    return SandboxRecord(**{**base.__dict__, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(State, State)))
+def test_a_state_is_left_only_for_one_that_may_follow(registry: Registry, before: State, after: State) -> None:
+    one = record(before)
+    registry.insert_sandboxes([one])
+    if after in TRANSITIONS[before]:
+        registry.move([one.id], after)
+        assert registry.get_sandbox(one.id).state is after
+    else:
+        with pytest.raises(Conflict, match=before.value):
+            registry.move([one.id], after)
+        assert registry.get_sandbox(one.id).state is before
+
+
+def test_moving_many_is_all_or_nothing(registry: Registry) -> None:
+    fine, wrong = record(State.STARTING), record(State.DEAD)
+    registry.insert_sandboxes([fine, wrong])
+    with pytest.raises(Conflict):
+        registry.move([fine.id, wrong.id], State.RUNNING, {fine.id: {"pid": 7}})
+    assert registry.get_sandbox(fine.id).state is State.STARTING
+    assert registry.get_sandbox(fine.id).pid is None
+
+
+def test_a_failed_transaction_leaves_nothing(registry: Registry) -> None:
+    one = record()
+    with pytest.raises(RuntimeError), registry.transaction():
+        registry.insert_sandboxes([one])
+        raise RuntimeError("crash")
+    with pytest.raises(NotFound):
+        registry.get_sandbox(one.id)
+
+
+def test_what_is_written_is_there_for_the_next_daemon(tmp_path: Path) -> None:
+    one = record(labels={"team": "a"}, metadata={"k": "ü\n"}, memory_limit_mib=256, workspace="w")
+    first = Registry(tmp_path / "registry.db")
+    first.insert_sandboxes([one])
+    # Not closed: a killed daemon closes nothing.
+    second = Registry(tmp_path / "registry.db")
+    seen = second.get_sandbox(one.id)
+    assert (seen.labels, seen.metadata, seen.memory_limit_mib, seen.workspace) == (
+        {"team": "a"},
+        {"k": "ü\n"},
+        256,
+        "w",
+    )
+    first.close()
+    second.close()
+
+
+def test_a_file_that_is_no_registry_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "registry.db"
+    path.write_bytes(b"no database at all, but long enough to be looked at" * 100)
+    with pytest.raises(HostLacks, match="cannot be used"):
+        Registry(path)
+
+
+def test_a_registry_of_another_version_is_refused_and_not_changed(tmp_path: Path) -> None:
+    path = tmp_path / "registry.db"
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(HostLacks, match="version 99"):
+        Registry(path)
+
+
+def test_sandboxes_are_found_by_label_metadata_state_and_snapshot(registry: Registry) -> None:
+    red = record(State.RUNNING, labels={"colour": "red", "size": "1"})
+    blue = record(State.PAUSED, labels={"colour": "blue"}, metadata={"user": "x'; --"})
+    other = record(State.RUNNING, snapshot_tag=parse_tag("cold"))
+    registry.insert_sandboxes([red, blue, other])
+
+    def ids(**query: object) -> list[str]:
+        return [found.id for found in registry.list_sandboxes(SandboxQuery(**query))]  # type: ignore[arg-type]
+
+    assert ids() == [red.id, blue.id, other.id]
+    assert ids(labels={"colour": "red"}) == [red.id]
+    assert ids(labels={"colour": "red", "size": "2"}) == []
+    assert ids(metadata={"user": "x'; --"}) == [blue.id]
+    assert ids(states=frozenset({State.PAUSED})) == [blue.id]
+    assert ids(snapshot_tag="cold") == [other.id]
+
+
+def test_pages_follow_each_other_without_gap_or_repeat(registry: Registry) -> None:
+    registry.insert_sandboxes(record() for _ in range(7))
+    seen: list[str] = []
+    after = 0
+    while page := registry.list_sandboxes(SandboxQuery(after=after, limit=3)):
+        seen += [one.id for one in page]
+        after = page[-1].number
+    assert seen == [one.id for one in registry.list_sandboxes()]
+
+
+def test_numbers_are_not_given_twice(registry: Registry) -> None:
+    first = record()
+    registry.insert_sandboxes([first])
+    number = registry.get_sandbox(first.id).number
+    registry.remove_sandboxes([first.id])
+    second = record()
+    registry.insert_sandboxes([second])
+    assert registry.get_sandbox(second.id).number > number
+
+
+def test_a_key_belongs_to_one_request_of_one_owner(registry: Registry) -> None:
+    key = IdempotencyKey("k", "alice", "d1")
+    registry.record_spawn(key, ["a", "b"], 10.0)
+    assert registry.find_spawn(key) == ("a", "b")
+    assert registry.find_spawn(IdempotencyKey("k", "bob", "d1")) is None
+    with pytest.raises(Conflict, match="another request"):
+        registry.find_spawn(IdempotencyKey("k", "alice", "d2"))
+
+
+def test_keys_of_spawns_that_left_nothing_are_forgotten(registry: Registry) -> None:
+    kept = record()
+    registry.insert_sandboxes([kept])
+    there, gone = IdempotencyKey("there", "", "d"), IdempotencyKey("gone", "", "d")
+    registry.record_spawn(there, [kept.id], 1.0)
+    registry.record_spawn(gone, [new_sandbox_id()], 1.0)
+    registry.forget_lost_spawns()
+    assert registry.find_spawn(there) == (kept.id,)
+    assert registry.find_spawn(gone) is None
+
+
+def test_a_workspace_name_is_taken_once(registry: Registry) -> None:
+    row = WorkspaceRow("w", "ws-1", TAG, None, 1.0, 1.0)
+    registry.insert_workspace(row)
+    with pytest.raises(Conflict, match="exists already"):
+        registry.insert_workspace(row)
+    assert registry.find_workspace("w") == row
+
+
+def test_a_job_is_replaced_by_the_next_one_for_its_tag(registry: Registry) -> None:
+    registry.record_job(SnapshotJob(TAG, "failed", 1.0, "why", "warmup_failed"))
+    registry.record_job(SnapshotJob(TAG, "writing", 2.0))
+    assert registry.list_jobs() == [SnapshotJob(TAG, "writing", 2.0)]
