@@ -1,0 +1,125 @@
+"""Answers and broken connections as the errors of forkd.errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import httpx
+
+from forkd import errors
+from forkd.client.call import Answer
+from forkd.client.retry import Fate
+
+_BODY_SHOWN = 200
+
+
+def _walk(base: type[errors.ForkdError]) -> dict[str, type[errors.ForkdError]]:
+    found = {base.code: base}
+    for child in base.__subclasses__():
+        if child.__module__ == errors.__name__:
+            found.update(_walk(child))
+    return found
+
+
+BY_CODE: Mapping[str, type[errors.ForkdError]] = _walk(errors.ForkdError)
+
+# For answers without a code: those of proxies, and of the daemon this API comes from.
+_BY_STATUS: Mapping[int, type[errors.ForkdError]] = {
+    400: errors.InvalidInput,
+    401: errors.Unauthorized,
+    404: errors.NotFound,
+    409: errors.Conflict,
+    413: errors.InvalidInput,
+    415: errors.InvalidInput,
+    422: errors.InvalidInput,
+    501: errors.Unsupported,
+}
+_TLS_HINT = "Name the file of the authority that signed the daemon's certificate in SSL_CERT_FILE"
+# What the daemon says of a token is for those who write HTTP themselves.
+_HINTS = {"unauthorized": "Set FORKD_TOKEN to a token made with: forkd token create"}
+
+
+def error_of_answer(answer: Answer) -> errors.ForkdError:
+    body = _parse(answer.body)
+    if isinstance(body, dict) and isinstance(body.get("error"), str):
+        return error_of_body(body, status=answer.status, url=answer.url)
+    error = _BY_STATUS.get(answer.status, errors.ForkdError)(
+        f"{answer.url} answered {answer.status}{_shown(body)}",
+        hint="This is no answer of a forkd daemon; check FORKD_URL, and proxies on the way to it",
+    )
+    error.status, error.body, error.url = answer.status, body, answer.url
+    return error
+
+
+def error_of_body(body: Mapping[str, object], *, status: int | None, url: str) -> errors.ForkdError:
+    """From `{"error", "code", "hint", "details"}`, each of which may be missing or of a wrong type."""
+    code, hint, details = (_text(body.get(key)) for key in ("code", "hint", "details"))
+    kind = BY_CODE.get(code, errors.ForkdError) if code else _BY_STATUS.get(status or 0, errors.ForkdError)
+    error = kind(_text(body.get("error")) or "No reason given", hint=_HINTS.get(code or "", hint), details=details)
+    if code:
+        error.code = code
+    error.status, error.body, error.url = status, dict(body), url
+    return error
+
+
+def fate_of(error: httpx.HTTPError) -> Fate:
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout):
+        return Fate.UNSENT
+    return Fate.SLOW if isinstance(error, httpx.TimeoutException) else Fate.LOST
+
+
+def error_of_transport(error: httpx.HTTPError, *, name: str, url: str) -> errors.Unreachable:
+    """`name` is the daemon's address for people."""
+    if isinstance(error, httpx.PoolTimeout):
+        found = errors.Unreachable(
+            f"No connection to {name} came free in time; nothing was sent",
+            hint="Too many calls at once, or streams that nobody closes",
+        )
+    elif fate_of(error) is Fate.UNSENT:
+        found = errors.Unreachable(
+            f"No forkd daemon answers at {name}: {_reason(error)}; nothing was sent",
+            hint=_TLS_HINT if "CERTIFICATE" in str(error) else "Start one with: forkd up. Or set FORKD_URL",
+        )
+    elif fate_of(error) is Fate.SLOW:
+        found = errors.Unreachable(
+            f"The daemon at {name} did not answer in time; whether it did what was asked is unknown",
+            hint="Look with: forkd ls. The Controller's timeout= can be raised",
+        )
+    else:
+        found = errors.Unreachable(
+            f"The connection to {name} was lost: {_reason(error)}; whether the daemon did what was asked is unknown",
+            hint="Look whether it runs with: forkd status",
+        )
+    found.url = url
+    return found
+
+
+def broken_off(url: str) -> errors.Unreachable:
+    """A stream that ended without its last event."""
+    error = errors.Unreachable(
+        "The daemon ended the stream before its last event; the outcome is unknown",
+        hint="It may be stopping. Look with: forkd status",
+    )
+    error.url = url
+    return error
+
+
+def _parse(body: bytes) -> object:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return body.decode("utf-8", "replace")
+
+
+def _shown(body: object) -> str:
+    text = " ".join(str(body).split())[:_BODY_SHOWN]
+    return f": {text}" if text else ""
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,85 @@
+"""The controllers that sandboxes share when they are given none: one per address and token."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from forkd.client.async_controller import AsyncController
+from forkd.client.controller import Controller
+from forkd.client.endpoint import Endpoint, find_endpoint
+
+_lock = threading.Lock()
+# By process too: after a fork the sockets of the parent are not the child's to use.
+_controllers: dict[tuple[Endpoint, int], Controller] = {}
+
+
+def shared_controller() -> Controller:
+    """The one for what the environment says now. Closed when the interpreter ends."""
+    key = (find_endpoint(), os.getpid())
+    with _lock:
+        if key not in _controllers:
+            _controllers[key] = Controller.at(key[0])
+        return _controllers[key]
+
+
+@atexit.register
+def close_shared() -> None:
+    with _lock:
+        for (_, pid), controller in _controllers.items():
+            if pid == os.getpid():
+                controller.close()
+        _controllers.clear()
+
+
+@dataclass
+class _Lease:
+    controller: AsyncController
+    users: int = 0
+
+
+# An event loop's connections have to be closed before it ends, and nobody tells us: the last user closes.
+_leases: dict[tuple[Endpoint, asyncio.AbstractEventLoop], _Lease] = {}
+
+
+def lease_controller(controller: AsyncController | None = None) -> AsyncController:
+    """The running loop's, for what the environment says now or where `controller` is; give it back when done."""
+    endpoint = find_endpoint() if controller is None else controller.transport.endpoint
+    key = (endpoint, asyncio.get_running_loop())
+    with _lock:
+        for old in [old for old in _leases if old[1].is_closed()]:
+            del _leases[old]
+        lease = _leases.get(key) or _Lease(controller or AsyncController.at(endpoint))
+        _leases[key] = lease
+        lease.users += 1
+        return lease.controller
+
+
+async def release_controller(controller: AsyncController) -> None:
+    with _lock:
+        key = next((key for key, lease in _leases.items() if lease.controller is controller), None)
+        if key is None:
+            return
+        _leases[key].users -= 1
+        if _leases[key].users > 0:
+            return
+        del _leases[key]
+    await controller.close()
+
+
+@asynccontextmanager
+async def leased(controller: AsyncController | None) -> AsyncIterator[AsyncController]:
+    """The one given, or the shared one for as long as this lasts."""
+    if controller is not None:
+        yield controller
+        return
+    lease = lease_controller()
+    try:
+        yield lease
+    finally:
+        await release_controller(lease)

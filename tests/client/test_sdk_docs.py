@@ -1,0 +1,25 @@
+"""Every example of docs/sdk.md runs, against a real daemon with the fake engine."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from forkd.client.controller import Controller
+
+DOCUMENT = Path(__file__).parents[2] / "docs/sdk.md"
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_an_example_runs(code: str, daemon: Controller, tmp_path: Path) -> None:
+    # The fake engine's guests share our file system.
+    exec(compile(code.replace("/srv/data", str(tmp_path)), str(DOCUMENT), "exec"), {"__name__": "example"})  # noqa: S102
+
+
+def test_every_method_of_the_controller_is_in_the_table() -> None:
+    methods = {name for name in vars(Controller) if not name.startswith("_")} - {"at", "close", "url"}
+    table = DOCUMENT.read_text().partition("## The API, route by route")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`(\w+)`", table)) - {"Controller"} == methods
