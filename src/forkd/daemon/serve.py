@@ -1,0 +1,190 @@
+"""A daemon's life: open everything, say so, answer until told to stop or nobody wants anything, drain, close."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import FrameType
+
+from starlette.types import ASGIApp
+
+from forkd.daemon.app import make_app
+from forkd.daemon.audit import AuditLog
+from forkd.daemon.listeners import Server, check_exposure, load_tls, open_tcp, opened_unix, render_address, served
+from forkd.daemon.logs import set_up_logs
+from forkd.daemon.metrics import Metrics
+from forkd.daemon.settings import Settings
+from forkd.daemon.state import Daemon
+from forkd.daemon.tokens import Keyring, read_token_file
+from forkd.host.paths import Home
+from forkd.image import ImageStore
+from forkd.runtime.engines import open_engine
+from forkd.runtime.fleet import Fleet, FleetOptions
+
+DRAIN_S = 10.0
+_IDLE_LOOK_S = 0.5
+
+log = logging.getLogger("forkd.daemon")
+
+
+def serve(home: Home, settings: Settings) -> int:
+    """Blocks until the daemon has stopped."""
+    set_up_logs(settings.log_format, settings.log_level)
+    with _caught_signals() as stop:
+        asyncio.run(_serve(home, settings, stop))
+    return 0
+
+
+class Stop:
+    """Signals, from before the loop runs until the process ends: the first drains, the second hurries."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.on_signal: Callable[[], None] | None = None
+        self.on_hangup: Callable[[], None] | None = None
+
+    def handle(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            if self.on_hangup is not None:
+                self.on_hangup()
+            return
+        self.count += 1
+        if self.on_signal is not None:
+            self.on_signal()
+
+
+@contextlib.contextmanager
+def _caught_signals() -> Iterator[Stop]:
+    """Plain handlers: those of a loop give way to the default ones, which kill, while it still cleans up."""
+    stop = Stop()
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    previous = {number: signal.signal(number, stop.handle) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+async def _serve(home: Home, settings: Settings, stop: Stop) -> None:
+    file_token = None if settings.token_file is None else read_token_file(settings.token_file)
+    keyring = Keyring(home.tokens, file_token)
+    check_exposure(settings.bind, has_token=keyring.has_any)
+    metrics = Metrics()
+    audit = None
+    if settings.audit_log is not None:
+        audit = AuditLog(settings.audit_log, on_failure=metrics.audit_failures.inc)
+    engine = open_engine(settings.engine, outlive=True)
+    async with Fleet.opened(home, engine, FleetOptions(on_stop=settings.on_stop)) as fleet:
+        daemon = Daemon(fleet, ImageStore(home), metrics, audit)
+        only_loopback = settings.bind is None or settings.bind.loopback
+        app = make_app(daemon, keyring, only_loopback=only_loopback)
+        try:
+            await _run(app, daemon, settings, stop)
+        finally:
+            if audit is not None:
+                audit.close()
+
+
+async def _run(app: ASGIApp, daemon: Daemon, settings: Settings, stop: Stop) -> None:
+    loop = asyncio.get_running_loop()
+    stopping, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        loop.call_soon_threadsafe(hurry.set if stop.count > 1 else stopping.set)
+
+    def on_hangup() -> None:
+        if daemon.audit is not None:
+            loop.call_soon_threadsafe(daemon.audit.reopen)
+
+    stop.on_signal, stop.on_hangup = on_signal, on_hangup
+    if stop.count:
+        return
+    async with _listening(app, daemon, settings) as servers:
+        notify("READY=1")
+        log.info("Ready: engine %s, pid %d", daemon.fleet.engine.name, os.getpid())
+        await _until_stopped(daemon, stopping, settings.idle_exit_secs)
+        notify("STOPPING=1")
+        log.info("Stopping: %d requests under way", daemon.activity.in_flight)
+        daemon.activity.drain()
+        hurrying = asyncio.create_task(_hurry(hurry, servers))
+        for server in servers:
+            server.should_exit = True
+        try:
+            await asyncio.gather(*(server.ended() for server in servers))
+        finally:
+            hurrying.cancel()
+    stop.on_signal = stop.on_hangup = None
+
+
+async def _until_stopped(daemon: Daemon, stopping: asyncio.Event, idle_exit_s: float) -> None:
+    if not idle_exit_s:
+        await stopping.wait()
+        return
+    look_s = min(_IDLE_LOOK_S, idle_exit_s)
+    while not stopping.is_set():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(look_s):
+                await stopping.wait()
+        if not stopping.is_set() and is_idle(daemon, idle_exit_s):
+            log.info("Nobody wanted anything for %g s", idle_exit_s)
+            return
+
+
+def is_idle(daemon: Daemon, idle_exit_s: float) -> bool:
+    if daemon.fleet.snapshots.in_flight or any(daemon.fleet.counts().values()):
+        daemon.activity.touch()
+        return False
+    return daemon.activity.idle_s() >= idle_exit_s
+
+
+async def _hurry(hurry: asyncio.Event, servers: list[Server]) -> None:
+    await hurry.wait()
+    log.warning("Told again to stop: requests under way are broken off")
+    for server in servers:
+        server.break_off()
+
+
+@contextlib.asynccontextmanager
+async def _listening(app: ASGIApp, daemon: Daemon, settings: Settings) -> AsyncIterator[list[Server]]:
+    """All sockets are there before the first request is answered: who reaches us reaches a daemon that stays."""
+    async with contextlib.AsyncExitStack() as stack:
+        opened: list[tuple[socket.socket, ssl.SSLContext | None]] = []
+        if settings.socket is not None:
+            opened.append((stack.enter_context(opened_unix(settings.socket)), None))
+            daemon.listeners.append(f"unix://{settings.socket}")
+        if settings.bind is not None:
+            tls = None
+            if settings.tls_cert is not None and settings.tls_key is not None:
+                tls = load_tls(settings.tls_cert, settings.tls_key)
+            listener = open_tcp(settings.bind)
+            stack.callback(listener.close)
+            opened.append((listener, tls))
+            address = render_address(settings.bind.host, listener.getsockname()[1])
+            daemon.listeners.append(f"http{'s' if tls else ''}://{address}")
+        servers = [await stack.enter_async_context(served(app, sock, tls, DRAIN_S)) for sock, tls in opened]
+        for place in daemon.listeners:
+            print(f"Listening on {place}", flush=True)
+        yield servers
+
+
+def notify(state: str) -> None:
+    """Tell systemd, where it asked to be told."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+            sock.connect(address)
+            sock.sendall(state.encode())
+    except OSError as error:
+        print(f"forkd: systemd cannot be told {state}: {error.strerror}", file=sys.stderr)
