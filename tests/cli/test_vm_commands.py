@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -31,13 +32,29 @@ def home(tmp_path_factory: pytest.TempPathFactory, built_home: Home, python_imag
     return root
 
 
+@contextmanager
+def runtime_directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as path:
+        yield Path(path)
+        assert list(Path(path).glob("vms/*")) == []
+
+
+def environment(home: Path, runtime: Path) -> dict[str, str]:
+    return {**os.environ, "FORKD_HOME": str(home), "FORKD_RUNTIME_DIR": str(runtime), "FORKD_BIND": "none"}
+
+
+def down(env: dict[str, str]) -> None:
+    done = forkd(env, "down")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def env(home: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
-    runtime = Path(f"/tmp/fkd-cli-{os.getpid()}")
-    runtime.mkdir(mode=0o700)
-    yield {**os.environ, "FORKD_HOME": str(home), "FORKD_RUNTIME_DIR": str(runtime)}
-    assert list(runtime.iterdir()) == []
-    runtime.rmdir()
+    """Of commands whose daemon, if they start one, is ended after the test."""
+    with runtime_directory() as runtime:
+        made = environment(home, runtime)
+        yield made
+        down(made)
     assert [path.name for path in (home / "snapshots").glob(".*")] == []
 
 
@@ -52,13 +69,34 @@ def create(env: dict[str, str], tag: str, *args: str) -> subprocess.CompletedPro
 
 def tags(env: dict[str, str]) -> list[str]:
     listed = json.loads(forkd(env, "snapshot", "ls", "--json").stdout)
-    return [entry["tag"] for entry in listed]
+    return [entry["tag"] for entry in listed if entry["status"] != "failed"]
+
+
+def machines(env: dict[str, str]) -> list[int]:
+    """The VMs whose files are in this runtime directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if entry.name.isdigit() and b"qemu-system" in words and os.fsencode(env["FORKD_RUNTIME_DIR"]) in words:
+            found.append(int(entry.name))
+    return found
+
+
+def wait_for_machine(env: dict[str, str], process: subprocess.Popen[str]) -> int:
+    while not (found := machines(env)):
+        assert process.poll() is None
+        time.sleep(0.01)
+    return found[0]
 
 
 @pytest.fixture(scope="module")
 def original(home: Path) -> Path:
-    with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as runtime:
-        made = create({**os.environ, "FORKD_HOME": str(home), "FORKD_RUNTIME_DIR": runtime}, "victim", "--json")
+    with runtime_directory() as runtime:
+        made = create(environment(home, runtime), "victim", "--json")
+        down(environment(home, runtime))
     assert made.returncode == 0, made.stderr
     assert json.loads(made.stdout)["tag"] == "victim"
     return home / "snapshots/victim"
@@ -68,6 +106,7 @@ def original(home: Path) -> Path:
 def victim(original: Path, tmp_path: Path) -> Path:
     """A copy of a good snapshot, to be harmed, in a home of its own."""
     (tmp_path / "snapshots").mkdir()
+    (tmp_path / "images").symlink_to(original.parents[1] / "images")
     subprocess.run(["cp", "-a", "--sparse=always", str(original), str(tmp_path / "snapshots")], check=True)
     return tmp_path / "snapshots/victim"
 
@@ -126,25 +165,62 @@ def test_a_signal_while_the_demo_forks_leaves_nothing(env: dict[str, str]) -> No
     assert process.returncode == 130
 
 
-def test_vms_die_with_a_forkd_that_is_killed_and_the_next_one_cleans_up(env: dict[str, str]) -> None:
+def test_a_snapshot_goes_on_without_its_command_and_can_be_given_up(env: dict[str, str]) -> None:
+    assert forkd(env, "up").returncode == 0
     args = ["snapshot", "create", "--tag", "never", "--image", "python"]
     process = subprocess.Popen(
         [sys.executable, "-m", "forkd.cli.main", *args], env=env, stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
     process.stderr.readline()
-    time.sleep(1)
-    left = [int(path.read_text().split()[0]) for path in Path(env["FORKD_RUNTIME_DIR"]).glob("*/*/pid")]
-    assert len(left) == 1
     process.kill()
     process.wait()
     process.stderr.close()
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{left[0]}").exists() and time.monotonic() < deadline:
+    [made] = [each for each in json.loads(forkd(env, "snapshot", "ls", "--json").stdout) if each["tag"] == "never"]
+    assert made["status"] == "writing"
+    deadline = time.monotonic() + 30
+    while not machines(env) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not Path(f"/proc/{left[0]}").exists()
-    assert create(env, "later").returncode == 0  # sweeps the runtime and the staging directory
-    assert forkd(env, "snapshot", "rm", "later").returncode == 0
+    assert len(machines(env)) == 1
+    assert forkd(env, "snapshot", "rm", "never").returncode == 0
+    assert machines(env) == []
+    assert "never" not in tags(env)
+
+
+def test_a_fork_runs_answers_stays_and_ends(env: dict[str, str], original: Path) -> None:
+    done = forkd(env, "fork", "victim", "-n", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    one, two = (info["id"] for info in json.loads(done.stdout))
+    kernel = forkd(env, "exec", one, "--", "uname", "-sn").stdout
+    assert kernel.startswith("Linux ") and kernel != forkd(env, "exec", two, "--", "uname", "-sn").stdout
+    assert forkd(env, "eval", one, "6 * 7").stdout == "42\n"
+    source = Path(env["FORKD_HOME"]) / "sent"
+    source.write_text("to the guest")
+    assert forkd(env, "cp", str(source), f"{one}:/tmp/").returncode == 0
+    assert forkd(env, "exec", one, "--", "cat", "/tmp/sent").stdout == "to the guest"
+    assert forkd(env, "exec", two, "--", "cat", "/tmp/sent").returncode == 1
+    assert forkd(env, "cp", f"{one}:/tmp/sent", "-").stdout == "to the guest"
+    assert forkd(env, "pause", one).returncode == 0
+    assert forkd(env, "resume", one).returncode == 0
+    assert forkd(env, "down", "--keep").returncode == 0
+    assert forkd(env, "eval", one, "_ if False else 43").stdout == "43\n"
+    assert sorted(forkd(env, "rm", "--all").stdout.split()) == sorted([one, two])
+
+
+def test_a_fork_that_is_interrupted_leaves_no_vm(env: dict[str, str], original: Path) -> None:
+    assert forkd(env, "up").returncode == 0
+    process = subprocess.Popen(
+        [sys.executable, "-m", "forkd.cli.main", "fork", "victim", "-n", "4"],
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_machine(env, process)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert json.loads(forkd(env, "ls", "--json").stdout) == []
+    assert machines(env) == []
 
 
 def test_a_warm_up_that_raises_shows_its_traceback(env: dict[str, str]) -> None:
@@ -196,11 +272,9 @@ def test_a_qemu_killed_while_the_parent_boots_is_a_typed_error(env: dict[str, st
         text=True,
     )
     assert process.stderr is not None
-    runtime = Path(env["FORKD_RUNTIME_DIR"])
-    while not (found := list(runtime.glob("*/*/pid"))):
-        time.sleep(0.01)
+    machine = wait_for_machine(env, process)
     time.sleep(1)
-    os.kill(int(found[0].read_text().split()[0]), signal.SIGKILL)
+    os.kill(machine, signal.SIGKILL)
     said = process.stderr.read()
     process.stderr.close()
     assert process.wait(30) == 11
@@ -229,6 +303,7 @@ def test_a_full_disk_is_a_typed_error_and_leaves_nothing(env: dict[str, str], ho
         assert "space" in run.stderr
         assert list((small / "snapshots").iterdir()) == []
     finally:
+        down({**env, "FORKD_HOME": str(small)})
         subprocess.run(["umount", str(small)], check=True)
 
 
@@ -257,7 +332,7 @@ def test_a_damaged_snapshot_is_refused_by_the_name_of_the_file(
         with path.open("r+b") as file:
             file.seek(100)
             file.write(b"\0changed\0")
-    run = forkd(home, "snapshot", "inspect", "victim")
+    run = forkd(home, "fork", "victim")
     assert run.returncode == 8
     assert said in run.stderr
     assert (name if name != "manifest.json" else "manifest") in run.stderr

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from forkd.cli.progress import Shown
-from forkd.cli.tables import print_table, render_size
+from forkd.cli.tables import print_facts, print_json, print_rows, render_age, render_size
 from forkd.errors import InvalidInput
 from forkd.host.paths import find_home
 from forkd.image import Image, ImageSpec, ImageStore, debian_spec, directory_spec, get_recipe, recipe_names
@@ -29,9 +25,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_build(actions)
     _add_action(actions, "ls", run_ls, "list the images")
     inspect = _add_action(actions, "inspect", run_inspect, "check an image's files and show all about it")
-    inspect.add_argument("image", help="name or id")
+    inspect.add_argument("image", metavar="IMAGE", help="name or id")
     remove = _add_action(actions, "rm", run_rm, "remove images")
-    remove.add_argument("image", nargs="+", help="name or id")
+    remove.add_argument("image", metavar="IMAGE", nargs="+", help="name or id")
     _add_action(actions, "prune", run_prune, "remove images whose name went to a newer one")
 
 
@@ -40,7 +36,7 @@ def run_build(args: argparse.Namespace) -> int:
     with Shown(quiet=args.json) as progress:
         image = ImageStore(find_home()).build(spec, name, progress, fresh=args.fresh)
     if args.json:
-        _print_json(render_image(image))
+        print_json(render_image(image))
     else:
         print(f"{name}  {image.id}  {render_size(image.size)}")
     return 0
@@ -49,14 +45,11 @@ def run_build(args: argparse.Namespace) -> int:
 def run_ls(args: argparse.Namespace) -> int:
     images = ImageStore(find_home()).list()
     if args.json:
-        _print_json([render_image(image) for image in images])
+        print_json([render_image(image) for image in images])
         return 0
-    table = Table(box=None, pad_edge=False)
-    for heading in ("NAME", "ID", "SIZE", "AGE", "KERNEL", "SOURCE"):
-        table.add_column(heading, no_wrap=heading != "SOURCE")
     now = time.time()
-    for image in images:
-        cells = (
+    rows = (
+        (
             image.name or "-",
             image.id,
             render_size(image.size),
@@ -64,8 +57,9 @@ def run_ls(args: argparse.Namespace) -> int:
             image.kernel_version,
             render_source(image),
         )
-        table.add_row(*map(Text, cells))
-    print_table(table)
+        for image in images
+    )
+    print_rows(("NAME", "ID", "SIZE", "AGE", "KERNEL", "SOURCE"), rows, folded=("SOURCE",))
     return 0
 
 
@@ -73,16 +67,15 @@ def run_inspect(args: argparse.Namespace) -> int:
     image = ImageStore(find_home()).open(args.image)
     shown = {**render_image(image), "installed": dict(image.packages)}
     if args.json:
-        _print_json(shown)
+        print_json(shown)
         return 0
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for key in ("id", "name", "root", "kernel", "initrd", "kernel_version", "python"):
-        table.add_row(key, Text(str(shown[key] or "-")))
-    table.add_row("size", render_size(image.size))
-    table.add_row("created", time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(image.created)))
-    table.add_row("source", Text(render_source(image)))
-    table.add_row("installed", f"{len(image.packages)} packages, listed by --json" if image.packages else "-")
-    print_table(table)
+    keys = ("id", "name", "root", "kernel", "initrd", "kernel_version", "python")
+    facts = {key: str(shown[key] or "-") for key in keys}
+    facts["size"] = render_size(image.size)
+    facts["created"] = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(image.created))
+    facts["source"] = render_source(image)
+    facts["installed"] = f"{len(image.packages)} packages, listed by --json" if image.packages else "-"
+    print_facts(facts)
     return 0
 
 
@@ -93,7 +86,7 @@ def run_rm(args: argparse.Namespace) -> int:
     for ref in args.image:
         store.remove(ref, in_use)
     if args.json:
-        _print_json({"removed": args.image})
+        print_json({"removed": args.image})
     return 0
 
 
@@ -101,7 +94,7 @@ def run_prune(args: argparse.Namespace) -> int:
     home = find_home()
     removed = ImageStore(home).prune(SnapshotStore(home.snapshots).images_in_use())
     if args.json:
-        _print_json({"removed": removed})
+        print_json({"removed": removed})
     else:
         for image_id in removed:
             print(image_id)
@@ -148,13 +141,6 @@ def render_source(image: Image) -> str:
     return f"directory {image.source.get('path', '')}"
 
 
-def render_age(age_s: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
-        if age_s >= length:
-            return f"{int(age_s // length)}{unit}"
-    return f"{max(0, int(age_s))}s"
-
-
 def _add_build(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     build = _add_action(actions, "build", run_build, "build an image, or find it built")
     recipes = ", ".join(recipe_names())
@@ -179,7 +165,3 @@ def _add_action(
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(func=func)
     return parser
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))

@@ -3,177 +3,174 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
-from forkd.cli.progress import Shown
-from forkd.cli.running import run_async
-from forkd.cli.tables import print_table, render_size
-from forkd.errors import InvalidInput
-from forkd.host.paths import find_home
-from forkd.image import ImageStore
+from forkd.cli.making import Order, make_snapshot
+from forkd.cli.nouns import Nouns
+from forkd.cli.plain import render_plain
+from forkd.cli.reach import add_daemon_options, connect
+from forkd.cli.tables import note, print_facts, print_json, print_rows, render_size, render_time
+from forkd.errors import ForkdError, InvalidInput
 from forkd.model.machine import MachineSpec
-from forkd.model.names import parse_tag
-from forkd.runtime.engines import open_engine
-from forkd.runtime.freeze import create_snapshot
-from forkd.runtime.session import session
-from forkd.runtime.warmup import MAX_WARM_BYTES, Warmup
-from forkd.store.snapshots import Snapshot, SnapshotStore, Unusable
+from forkd.model.names import parse_image_name, parse_tag
+from forkd.wire.api import SnapshotInfo
+
+_HEADINGS = ("TAG", "STATUS", "CREATED", "MEMORY", "VCPUS", "ENGINE", "IMAGE", "WARM")
+_WARM_SHOWN = 40
+_SCRIPT_BYTES = 512 * 1024  # what the daemon takes
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("snapshot", help="create, list, inspect and remove snapshots")
+def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
+    parser = nouns.add_parser("snapshot", help="create, list, inspect and remove snapshots")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    create = actions.add_parser("create", help="boot an image, warm it up and freeze it")
-    create.add_argument("--tag", required=True, help="the snapshot's name")
-    create.add_argument("--image", required=True, help="name or id of the image to boot")
+    create = _add_action(actions, "create", run_create, "boot an image, warm it up and freeze it")
+    create.add_argument("--tag", required=True, metavar="NEW_TAG", help="the snapshot's name")
+    create.add_argument("--image", required=True, metavar="IMAGE", help="name or id of the image to boot")
     create.add_argument("--memory", type=int, default=512, metavar="MIB", help="guest memory (default 512)")
     create.add_argument("--vcpus", type=int, default=1, metavar="N", help="virtual CPUs (default 1)")
     create.add_argument("--warm", metavar="CODE", help="Python to run in the interpreter, such as 'import numpy'")
     create.add_argument("--warm-script", metavar="FILE", help="the same, from a file")
     create.add_argument("--warm-command", metavar="COMMAND", help="shell command to run in the guest")
     create.add_argument("--warm-timeout", type=float, default=300.0, metavar="S", help="for each of them (default 300)")
-    create.add_argument("--engine", help="default: what doctor chooses")
     create.add_argument("--replace", action="store_true", help="replace a snapshot of this tag")
-    create.add_argument("--json", action="store_true", help="print one JSON object")
-    create.set_defaults(func=run_create)
-    listing = actions.add_parser("ls", help="list the snapshots")
-    listing.add_argument("--json", action="store_true", help="print a JSON array")
-    listing.set_defaults(func=run_ls)
-    inspect = actions.add_parser("inspect", help="check a snapshot's files and show all about it")
-    inspect.add_argument("tag")
-    inspect.add_argument("--json", action="store_true", help="print one JSON object")
-    inspect.set_defaults(func=run_inspect)
-    remove = actions.add_parser("rm", help="remove snapshots")
-    remove.add_argument("tag", nargs="+")
-    remove.add_argument("--json", action="store_true", help="print one JSON object")
-    remove.set_defaults(func=run_rm)
+    listing = _add_action(actions, "ls", run_ls, "list the snapshots")
+    listing.add_argument("-q", "--quiet", action="store_true", help="print tags only")
+    inspect = _add_action(actions, "inspect", run_inspect, "show all about a snapshot")
+    inspect.add_argument("tag", metavar="TAG")
+    remove = _add_action(actions, "rm", run_rm, "remove snapshots; one that is being made is given up")
+    remove.add_argument("tag", nargs="+", metavar="TAG")
+    for action in actions.choices.values():
+        action.add_argument("--json", action="store_true", help="print JSON")
+        add_daemon_options(action)
 
 
 def run_create(args: argparse.Namespace) -> int:
-    tag = parse_tag(args.tag)
     machine = MachineSpec(args.memory, args.vcpus)
-    warmup = Warmup(_warm_code(args.warm, args.warm_script), args.warm_command, args.warm_timeout)
-    home = find_home()
-    image = ImageStore(home).open(args.image)
-    engine = open_engine(args.engine)
-    with Shown(quiet=args.json) as shown, session(home.runtime) as directory:
-        work = create_snapshot(
-            engine,
-            SnapshotStore(home.snapshots),
-            image,
-            tag,
-            machine,
-            warmup,
-            directory,
-            replace=args.replace,
-            progress=shown,
-        )
-        snapshot = run_async(work)
+    order = Order(
+        tag=parse_tag(args.tag),
+        image=parse_image_name(args.image),
+        memory_mib=machine.memory_mib,
+        vcpus=machine.vcpus,
+        warm=_warm_code(args.warm, args.warm_script),
+        warm_command=args.warm_command,
+        warm_timeout_s=args.warm_timeout,
+        replace=args.replace,
+    )
+    made = make_snapshot(args, order)
     if args.json:
-        print(json.dumps(render_snapshot(snapshot), indent=2))
+        print_json(made)
     else:
-        print(f"{tag}  {render_size(snapshot.disk_bytes())} on disk")
+        print(f"{order.tag}  {render_size(made['memory_physical_bytes'])} on disk")
     return 0
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    found = SnapshotStore(find_home().snapshots).list()
+    with connect(args) as controller:
+        found = controller.list_snapshots()
     if args.json:
-        shown = [*map(render_snapshot, found.snapshots), *map(render_unusable, found.unusable)]
-        print(json.dumps(sorted(shown, key=lambda entry: str(entry["tag"])), indent=2))
+        print_json(found)
         return 0
-    table = Table("TAG", "CREATED", "MEMORY", "VCPUS", "ON DISK", "ENGINE", "IMAGE", "WARM", box=None, pad_edge=False)
-    for snapshot in found.snapshots:
-        manifest = snapshot.manifest
-        cells = (
-            manifest.tag,
-            _render_time(manifest.created_at_unix),
-            f"{manifest.machine.memory_mib} MiB",
-            str(manifest.machine.vcpus),
-            render_size(snapshot.disk_bytes()),
-            manifest.engine,
-            manifest.image_id[:12],
-            " ".join(manifest.warm.split())[:40],
-        )
-        table.add_row(*map(Text, cells))
-    if found.snapshots or not found.unusable:
-        print_table(table)
-    for entry in found.unusable:
-        print(f"warning: {entry.error.message}", file=sys.stderr)
-        print(f"hint: {entry.error.hint}", file=sys.stderr)
+    if args.quiet:
+        for info in found:
+            print(info["tag"])
+        return 0
+    usable = [info for info in found if info["status"] != "failed"]
+    print_rows(_HEADINGS, map(_render_row, usable), folded=("WARM",))
+    for info in found:
+        if warning := info.get("warning"):
+            print(f"warning: {info['tag']}: {render_plain(warning)}", file=sys.stderr)
+            if info["status"] == "failed":
+                print(f"hint: Remove it with: forkd snapshot rm {info['tag']}", file=sys.stderr)
+    if not found:
+        note("There are no snapshots; make one with: forkd snapshot create --image IMAGE --tag TAG")
     return 0
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    with SnapshotStore(find_home().snapshots).held(parse_tag(args.tag)) as snapshot:
-        shown = render_snapshot(snapshot)
+    tag = parse_tag(args.tag)
+    with connect(args) as controller:
+        info = controller.get_snapshot(tag)
+        if info["status"] == "failed":
+            raise _failure(info)
+        shown: dict[str, Any] = {**info, **controller.snapshot_info(tag)}
     if args.json:
-        print(json.dumps(shown, indent=2))
-        return 0
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for key, value in shown.items():
-        table.add_row(key, Text(value if isinstance(value, str) else json.dumps(value)))
-    print_table(table)
+        print_json(shown)
+    else:
+        print_facts(shown)
     return 0
 
 
 def run_rm(args: argparse.Namespace) -> int:
-    tags = [parse_tag(text) for text in args.tag]
-    SnapshotStore(find_home().snapshots).remove(*tags)
+    tags = list(dict.fromkeys(parse_tag(text) for text in args.tag))
+    with connect(args) as controller:
+        for tag in tags:
+            controller.get_snapshot(tag)  # a mistyped one is found before others are gone
+        for tag in tags:
+            controller.delete_snapshot(tag)
     if args.json:
-        print(json.dumps({"removed": tags}))
+        print_json({"removed": tags})
     return 0
 
 
-def render_snapshot(snapshot: Snapshot) -> dict[str, Any]:
-    manifest = snapshot.manifest
-    return {
-        "tag": manifest.tag,
-        "created_at_unix": manifest.created_at_unix,
-        "dir": str(snapshot.directory),
-        "image_id": manifest.image_id,
-        "memory_mib": manifest.machine.memory_mib,
-        "vcpus": manifest.machine.vcpus,
-        "warm": manifest.warm,
-        "engine": manifest.engine,
-        "platform": dict(manifest.platform),
-        "disk_bytes": snapshot.disk_bytes(),
-        "files": {name: entry.sha256 for name, entry in manifest.files.items()},
-    }
+def _render_row(info: SnapshotInfo) -> tuple[str, ...]:
+    """What is not known yet of one that is being made is left open."""
+    memory = info.get("memory_mib")
+    return (
+        info["tag"],
+        info["status"],
+        render_time(info["created_at_unix"]),
+        f"{memory} MiB" if memory else "",
+        str(info.get("vcpus", "")),
+        info.get("engine", ""),
+        info.get("image_id", "")[:12],
+        (" ".join(info.get("warm", "").split()) or info.get("progress", ""))[:_WARM_SHOWN],
+    )
 
 
-def render_unusable(entry: Unusable) -> dict[str, Any]:
-    error = entry.error
-    return {
-        "tag": entry.tag,
-        "dir": str(entry.directory),
-        "error": error.message,
-        "code": error.code,
-        "hint": error.hint,
-    }
+def _failure(info: SnapshotInfo) -> ForkdError:
+    """What a snapshot that cannot be used is: damaged, or never made."""
+    from forkd.client.failures import BY_CODE
 
-
-def _render_time(unix: int) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix))
+    kind = BY_CODE.get(info.get("code", ""), ForkdError)
+    return kind(info.get("warning", "It cannot be used"), hint=f"Remove it with: forkd snapshot rm {info['tag']}")
 
 
 def _warm_code(code: str | None, script: str | None) -> str | None:
     if script is None:
+        if code is not None and not code.isascii():
+            _check_text(code)
         return code
     if code is not None:
         raise InvalidInput("--warm and --warm-script exclude each other", hint="Put the code into the script")
     try:
         with Path(script).open("rb") as file:
-            return file.read(MAX_WARM_BYTES + 1).decode()
+            text = file.read(_SCRIPT_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InvalidInput(
             f"The warm-up script {script} cannot be read: {why}", hint="--warm-script takes a Python file"
         ) from error
+    if len(text.encode()) > _SCRIPT_BYTES:
+        raise InvalidInput(
+            f"The warm-up script {script} is larger than {_SCRIPT_BYTES} bytes",
+            hint="Put the code into the image and import it",
+        )
+    return text
+
+
+def _check_text(code: str) -> None:
+    try:
+        code.encode()
+    except UnicodeEncodeError:
+        raise InvalidInput("The warm-up is not UTF-8 text", hint="Put it into a script saved as UTF-8") from None
+
+
+def _add_action(
+    actions: Nouns[argparse.ArgumentParser], name: str, func: Callable[[argparse.Namespace], int], about: str
+) -> argparse.ArgumentParser:
+    parser = actions.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
+    parser.set_defaults(func=func)
+    return parser

@@ -1,0 +1,191 @@
+"""A daemon in the background: started detached from this terminal, waited for, ended."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forkd.cli.reach import Address
+from forkd.errors import Conflict, EngineFailed, ForkdError, HostLacks, Unreachable
+from forkd.host.paths import Home, find_home
+
+if TYPE_CHECKING:
+    from forkd.client.controller import Controller
+
+LOG_NAME = "daemon.log"
+LOCK_NAME = "daemon.lock"
+# Recovery of many sandboxes and the proof that KVM works take seconds on a busy machine.
+START_DEADLINE_S = 60.0
+# The daemon drains its requests for up to 30 s.
+STOP_DEADLINE_S = 60.0
+_POLL_S = 0.02
+# A conflict: another daemon has this home and will be ready soon. It says who it is this soon; else it was a conflict
+# about something else, such as the TCP port.
+_BEATEN_S = 1.0
+_LOG_LINES = 15
+_LOG_KEPT_BYTES = 1 << 20
+# Ways to another daemon, and what belongs to whoever started us.
+_NOT_FOR_IT = ("FORKD_URL", "FORKD_TOKEN", "FORKD_TARGET", "NOTIFY_SOCKET")
+# Settings that name files: relative to where the user stands, which is not where the daemon will.
+_PATHS = ("FORKD_CONFIG", "FORKD_TLS_CERT", "FORKD_TLS_KEY", "FORKD_TOKEN_FILE", "FORKD_AUDIT_LOG")
+
+
+@dataclass(frozen=True)
+class Started:
+    pid: int
+    own: bool  # False: somebody else's, started at the same time, was first
+
+
+def start_daemon(controller: Controller, address: Address, *, idle_exit_s: int) -> Started:
+    """Returns when the daemon at this address is ready, whoever started it."""
+    home = find_home()
+    log = home.root / LOG_NAME
+    try:
+        home.root.mkdir(parents=True, exist_ok=True)
+        begun_at = _rotate(log)
+        process = _spawn(render_command(address, idle_exit_s), render_environment(os.environ, home), log)
+    except OSError as error:
+        raise HostLacks(
+            f"{log} cannot be written: {error.strerror}", hint="Set FORKD_HOME to a directory of yours"
+        ) from error
+    deadline = time.monotonic() + START_DEADLINE_S
+    lost_at = math.inf
+    while not _is_ready(controller):
+        now, status = time.monotonic(), process.poll()
+        if status is not None:
+            lost_at = min(lost_at, now)
+            beaten = status == Conflict.exit_code and (now < lost_at + _BEATEN_S or is_owned(home))
+            if not beaten:
+                raise _died(process.pid, status, log, begun_at)
+        if now > deadline:
+            raise _not_ready(process, log, begun_at)
+        time.sleep(_POLL_S)
+    pid = controller.version()["pid"]
+    if pid != process.pid and process.poll() is None:
+        process.terminate()  # ours is about to find out; should the other end first, nobody would know of it
+    return Started(pid, own=pid == process.pid)
+
+
+def is_owned(home: Home) -> bool:
+    """Whether a process that still runs says it has this home or its runtime directory."""
+    for directory in (home.root, home.runtime):
+        try:
+            os.kill(int((directory / LOCK_NAME).read_text()), 0)
+        except PermissionError:
+            return True
+        except (OSError, ValueError):
+            continue
+        return True
+    return False
+
+
+def render_command(address: Address, idle_exit_s: int) -> list[str]:
+    """`serve`, listening where its starter will look for it, whatever its settings file says."""
+    command = [sys.executable, "-m", "forkd.cli.main", "serve", "--idle-exit-secs", str(idle_exit_s)]
+    return command if address.socket is None else [*command, "--socket", str(address.socket)]
+
+
+def render_environment(environ: Mapping[str, str], home: Home) -> dict[str, str]:
+    """Ours, with paths that mean the same from another directory."""
+    kept = {name: value for name, value in environ.items() if name not in _NOT_FOR_IT}
+    for name in _PATHS:
+        if kept.get(name) and kept[name] != "none":
+            kept[name] = str(Path(kept[name]).expanduser().absolute())
+    return {**kept, "FORKD_HOME": str(home.root), "FORKD_RUNTIME_DIR": str(home.runtime)}
+
+
+def stop_daemon(pid: int) -> None:
+    """SIGTERM, and wait until it is gone. Fine when it is gone already."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGTERM)
+        waiting = select.poll()
+        waiting.register(handle, select.POLLIN)
+        if not waiting.poll(STOP_DEADLINE_S * 1000):
+            raise EngineFailed(
+                f"The daemon (pid {pid}) did not end within {STOP_DEADLINE_S:.0f} s of SIGTERM",
+                hint=f"End it with: kill -9 {pid}. Sandboxes go on, and the next daemon takes them over",
+            )
+    except PermissionError:
+        raise HostLacks(
+            f"The daemon (pid {pid}) belongs to another user", hint="End it as that user, or as root"
+        ) from None
+    finally:
+        os.close(handle)
+
+
+def _spawn(command: list[str], environ: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        return subprocess.Popen(
+            command,
+            env=environ,
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    finally:
+        os.close(output)
+
+
+def _rotate(log: Path) -> int:
+    """Where the new daemon's lines will begin. A log that has grown is set aside; there is one older one."""
+    try:
+        size = log.stat().st_size
+    except FileNotFoundError:
+        return 0
+    if size <= _LOG_KEPT_BYTES:
+        return size
+    log.replace(log.with_name(f"{LOG_NAME}.1"))
+    return 0
+
+
+def _is_ready(controller: Controller) -> bool:
+    try:
+        return controller.ready()
+    except Unreachable:
+        return False
+
+
+def _died(pid: int, status: int, log: Path, begun_at: int) -> ForkdError:
+    how = f"exited with {status}" if status >= 0 else f"was killed by signal {-status}"
+    return HostLacks(
+        f"A daemon was started (pid {pid}), and {how}",
+        hint="Its last lines say why; in the foreground: forkd serve",
+        details=read_tail(log, begun_at),
+    )
+
+
+def _not_ready(process: subprocess.Popen[bytes], log: Path, begun_at: int) -> ForkdError:
+    if process.poll() is None:
+        said = f"The daemon that was started (pid {process.pid}) was not ready within {START_DEADLINE_S:.0f} s"
+    else:
+        said = f"The daemon that has this home did not answer within {START_DEADLINE_S:.0f} s"
+    return Unreachable(said, hint=f"See {log}, and: forkd status", details=read_tail(log, begun_at))
+
+
+def read_tail(log: Path, begun_at: int) -> str | None:
+    """The last lines it wrote since then."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(begun_at, log.stat().st_size - (64 << 10)))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError as error:
+        return f"{log} cannot be read: {error.strerror}"
+    return "\n".join(lines[-_LOG_LINES:]) or None

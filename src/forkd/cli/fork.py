@@ -1,0 +1,182 @@
+"""`forkd fork`: sandboxes from a snapshot. They stay, or with `--settle-secs` live as long as this command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from forkd.cli.interrupts import Interrupts
+from forkd.cli.killing import kill_all
+from forkd.cli.ls import print_sandboxes
+from forkd.cli.nouns import Nouns
+from forkd.cli.pairs import parse_environment, parse_pairs
+from forkd.cli.reach import add_daemon_options, connect
+from forkd.cli.tables import note, print_json
+from forkd.errors import ForkdError, InvalidInput, NotFound, Unreachable
+from forkd.model.machine import parse_count
+from forkd.model.names import parse_tag
+from forkd.wire.api import SandboxInfo
+
+if TYPE_CHECKING:
+    from forkd.client.controller import Controller
+
+_LOOPBACK = ("127.0.0.1", "localhost")
+# What the daemon does to children of a `--settle-secs` whose command was killed outright: end them soon after.
+_SETTLE_SLACK_S = 60.0
+
+
+def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
+    about = "fork a snapshot into sandboxes"
+    parser = nouns.add_parser("fork", help=about, description="Fork a snapshot into sandboxes: all of them, or none.")
+    parser.add_argument("snapshot", nargs="?", metavar="TAG", help="the snapshot")
+    parser.add_argument("--tag", metavar="TAG", help="the same, as an option")
+    parser.add_argument("-n", type=int, default=1, metavar="N", help="how many (default 1)")
+    parser.add_argument("--timeout", type=float, metavar="S", help="seconds they may live")
+    parser.add_argument("--on-timeout", choices=("kill", "pause"), help="what happens then (default kill)")
+    parser.add_argument(
+        "-e", "--env", action="append", default=[], metavar="K=V", help="a variable for the guest; K alone takes yours"
+    )
+    parser.add_argument("-l", "--label", action="append", default=[], metavar="K=V", help="a label; may be repeated")
+    parser.add_argument("--metadata", action="append", default=[], metavar="K=V", help="metadata; may be repeated")
+    parser.add_argument("--memory-limit-mib", type=int, metavar="MIB", help="end one whose own memory grows beyond")
+    parser.add_argument("--allow-partial", action="store_true", help="keep those that come up when others do not")
+    parser.add_argument(
+        "--settle-secs", type=float, metavar="S", help="wait so long and end them; also when this command is ended"
+    )
+    for name in ("per-child-netns", "prewarm", "live-fork", "hugepages"):
+        parser.add_argument(f"--{name}", action="store_true", help="as in forkd; see docs/rest.md")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print ids only")
+    parser.add_argument("--json", action="store_true", help="print a JSON array")
+    add_daemon_options(parser)
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    request = render_request(args, os.environ)
+    key = f"cli-{secrets.token_hex(16)}"
+    infos: list[SandboxInfo] | None = None
+    with connect(args) as controller, Interrupts() as interrupts:
+        begun = time.monotonic()
+        try:
+            infos = controller.spawn_sandboxes(**request, idempotency_key=key)
+            took_ms = (time.monotonic() - begun) * 1000
+            if args.settle_secs is not None:
+                _settle(args, controller, infos, took_ms)
+                _end(controller, infos)
+            interrupts.settle()
+        except BaseException as error:
+            refused = infos is None and isinstance(error, ForkdError) and not isinstance(error, Unreachable)
+            if not refused:
+                _undo(args, request, key)
+            raise
+    if args.settle_secs is None:
+        _print(args, infos, took_ms)
+    return 0
+
+
+def render_request(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of `spawn_sandboxes`."""
+    if (args.snapshot is None) == (args.tag is None):
+        raise InvalidInput(
+            "forkd fork takes one snapshot" + ("" if args.tag is None else ", and was given two"),
+            hint="Write forkd fork TAG; list them with: forkd snapshot ls",
+        )
+    n = parse_count(args.n)
+    settling = args.settle_secs is not None
+    timeout_s = args.timeout
+    if settling and timeout_s is None:
+        timeout_s = _check_settling(args.settle_secs) + _SETTLE_SLACK_S
+    return {
+        "snapshot_tag": parse_tag(args.snapshot if args.tag is None else args.tag),
+        "n": n,
+        "per_child_netns": args.per_child_netns,
+        "memory_limit_mib": args.memory_limit_mib,
+        "prewarm": args.prewarm,
+        "live_fork": args.live_fork,
+        "hugepages": args.hugepages,
+        "timeout_secs": timeout_s,
+        "on_timeout": args.on_timeout,
+        "env": parse_environment(args.env, environ),
+        "labels": parse_pairs(args.label, "--label"),
+        "metadata": parse_pairs(args.metadata, "--metadata"),
+        "allow_partial": args.allow_partial,
+        # Whoever uses forkd's SDK will look for its one child there.
+        "agent_port": parse_target(environ.get("FORKD_TARGET")) if settling and n == 1 else None,
+    }
+
+
+def parse_target(text: str | None) -> int | None:
+    """The port of FORKD_TARGET. Agents are reached through this machine's loopback, and only there."""
+    if not text:
+        return None
+    host, _, port = text.rpartition(":")
+    if host not in _LOOPBACK or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
+        raise InvalidInput(
+            f"FORKD_TARGET is {text!a}, and agents answer on 127.0.0.1 only",
+            hint="Set it to 127.0.0.1 and a free port, such as 127.0.0.1:8888",
+        )
+    return int(port)
+
+
+def _check_settling(settle_s: float) -> float:
+    if not 0 <= settle_s <= 30 * 86400:
+        raise InvalidInput(f"Cannot wait {settle_s} s", hint="Use 0 to 2592000 seconds")
+    return settle_s
+
+
+def _settle(args: argparse.Namespace, controller: Controller, infos: list[SandboxInfo], took_ms: float) -> None:
+    """The lines are forkd's; programs read the fourth word of the first."""
+    until = time.monotonic() + args.settle_secs
+    if args.json:
+        print_json(infos)
+    else:
+        print(f"total wall-clock time: {took_ms:.0f} ms")
+    sys.stdout.flush()
+    while (left_s := until - time.monotonic()) > 0:
+        time.sleep(left_s)
+    if not args.json:
+        print(f"{_count_alive(controller, infos)} / {args.n} children alive")
+
+
+def _count_alive(controller: Controller, infos: list[SandboxInfo]) -> int:
+    ids = {info["id"] for info in infos}
+    return sum(info["id"] in ids for info in controller.list_sandboxes(state="running"))
+
+
+def _undo(args: argparse.Namespace, request: dict[str, Any], key: str) -> None:
+    """Ask once more under the same key: the answer is what came of the first request, which may still be under way.
+
+    The connection was interrupted at an unknown point and is not used again.
+    """
+    try:
+        with connect(args) as controller:
+            _end(controller, controller.spawn_sandboxes(**request, idempotency_key=key))
+    except Unreachable as error:
+        error.hint = "What was forked may still run. Look with: forkd ls"
+        raise
+    except ForkdError:
+        return  # there is nothing, or nothing any more
+
+
+def _end(controller: Controller, infos: list[SandboxInfo]) -> None:
+    for sandbox_id, error in kill_all(controller, [info["id"] for info in infos]).failed.items():
+        if not isinstance(error, NotFound):
+            note(f"warning: {sandbox_id} could not be ended: {error.message}")
+
+
+def _print(args: argparse.Namespace, infos: list[SandboxInfo], took_ms: float) -> None:
+    if args.json:
+        print_json(infos)
+    elif args.quiet:
+        for info in infos:
+            print(info["id"])
+    else:
+        print_sandboxes(infos)
+        note(f"forked {len(infos)} in {took_ms:.0f} ms")
+    if len(infos) < args.n:
+        note(f"warning: {args.n - len(infos)} of {args.n} did not come up")

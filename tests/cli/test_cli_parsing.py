@@ -1,0 +1,314 @@
+"""The pure parts of the command line: words in, requests and texts out."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forkd.cli import exec as exec_command
+from forkd.cli.background import read_tail, render_command, render_environment
+from forkd.cli.bench import find_checkout, render_options
+from forkd.cli.cp import Remote, parse_place
+from forkd.cli.events import render_event
+from forkd.cli.fork import parse_target, render_request
+from forkd.cli.logs import find_news
+from forkd.cli.ls import render_deadline
+from forkd.cli.main import build_parser
+from forkd.cli.pairs import parse_environment, parse_pairs, render_pairs
+from forkd.cli.plain import render_plain
+from forkd.cli.reach import Address, find_address
+from forkd.cli.sandbox_ids import match
+from forkd.cli.tables import render_age
+from forkd.cli.transfers import check_name, last_name
+from forkd.cli.tree import build_trees
+from forkd.errors import GuestTimeout, InvalidInput, NotFound, ProtocolError
+from forkd.host.paths import Home
+from forkd.wire.api import Event, SandboxInfo
+
+
+def parse(*words: str) -> argparse.Namespace:
+    return build_parser(words[0]).parse_args(words)
+
+
+def parse_exec(*words: str) -> argparse.Namespace:
+    args = parse("exec", *words)
+    exec_command.parse_rest(args)
+    return args
+
+
+@pytest.mark.parametrize(
+    ("words", "command", "flags"),
+    [
+        (["sb", "--", "ls", "-l"], ["ls", "-l"], ""),
+        (["sb", "ls", "-l"], ["ls", "-l"], ""),
+        (["sb", "env", "-i"], ["env", "-i"], ""),
+        (["-it", "sb", "bash"], ["bash"], "it"),
+        (["sb", "-i", "-t", "--", "bash"], ["bash"], "it"),
+        (["-i", "sb", "-t", "--", "bash", "-i"], ["bash", "-i"], "it"),
+        (["sb", "git", "checkout", "--", "file"], ["git", "checkout", "--", "file"], ""),
+        (["sb", "--", "--", "x"], ["--", "x"], ""),
+        (["sb", "--", "-i", "x"], ["-i", "x"], ""),
+        (["sb", "-i", "cat", "-n"], ["cat", "-n"], "i"),
+        (["sb", "--json", "-w", "/tmp", "--", "-x"], ["-x"], ""),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, list) else None,
+)
+def test_options_of_exec_end_where_the_command_begins(words: list[str], command: list[str], flags: str) -> None:
+    args = parse_exec(*words)
+    assert args.sandbox == "sb"
+    assert args.command == command
+    assert (args.interactive, args.tty) == ("i" in flags, "t" in flags)
+
+
+def test_options_on_both_sides_of_the_sandbox_add_up() -> None:
+    args = parse_exec("-e", "A=1", "-u", "me", "sb", "-e", "B=2", "-w", "/x", "--timeout", "3", "--", "true")
+    assert (args.env, args.user, args.workdir, args.timeout) == (["A=1", "B=2"], "me", "/x", 3.0)
+
+
+@pytest.mark.parametrize("words", [[], ["sb"], ["sb", "--"], ["sb", "-i"], ["sb", "-i", "--"]])
+def test_exec_without_a_command_is_refused(words: list[str]) -> None:
+    with pytest.raises(InvalidInput, match=r"needs a .*command"):
+        parse_exec(*words)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({"exit_code": 0, "signal": None, "timed_out": False}, 0),
+        ({"exit_code": 7, "signal": None, "timed_out": False}, 7),
+        ({"exit_code": None, "signal": 9, "timed_out": False}, 137),
+        ({"exit_code": -15, "signal": 15, "timed_out": False}, 143),
+        ({"exit_code": -15}, 143),
+    ],
+)
+def test_a_commands_end_becomes_an_exit_code(body: dict[str, Any], code: int) -> None:
+    assert exec_command.read_exit(body, None) == code
+
+
+def test_a_command_that_took_too_long_is_an_error() -> None:
+    with pytest.raises(GuestTimeout, match="within 3 s"):
+        exec_command.read_exit({"exit_code": None, "signal": 9, "timed_out": True}, 3.0)
+
+
+def request(*words: str, **environ: str) -> dict[str, Any]:
+    return render_request(parse("fork", *words), environ)
+
+
+def test_a_fork_asks_for_what_was_said() -> None:
+    asked = request("warm", "-n", "3", "-e", "A=b=c", "-e", "HOME", "-e", "NONE", "-l", "k=v", HOME="/me")
+    assert (asked["snapshot_tag"], asked["n"]) == ("warm", 3)
+    assert asked["env"] == {"A": "b=c", "HOME": "/me"}
+    assert asked["labels"] == {"k": "v"}
+    assert asked["timeout_secs"] is None and asked["agent_port"] is None
+
+
+def test_forkds_own_form_of_fork_gets_its_port_and_a_deadline_after_its_time() -> None:
+    words = ("--tag", "T", "-n", "1", "--settle-secs", "3600")
+    assert request(*words)["agent_port"] is None
+    asked = request(*words, FORKD_TARGET="127.0.0.1:18888")
+    assert (asked["agent_port"], asked["timeout_secs"]) == (18888, 3660.0)
+    assert request("--tag", "T", "-n", "2", "--settle-secs", "1", FORKD_TARGET="127.0.0.1:18888")["agent_port"] is None
+    assert request("T", FORKD_TARGET="10.42.0.2:8888")["agent_port"] is None
+    assert request(*words, "--timeout", "5")["timeout_secs"] == 5.0
+
+
+@pytest.mark.parametrize("words", [[], ["a", "--tag", "b"]])
+def test_a_fork_is_of_one_snapshot(words: list[str]) -> None:
+    with pytest.raises(InvalidInput, match="one snapshot"):
+        request(*words)
+
+
+@pytest.mark.parametrize("target", ["10.42.0.2:8888", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:x", "[::1]:1", ":1"])
+def test_a_target_beyond_loopback_is_refused(target: str) -> None:
+    with pytest.raises(InvalidInput, match="FORKD_TARGET"):
+        parse_target(target)
+
+
+def test_pairs_are_split_at_the_first_equals_sign() -> None:
+    assert parse_pairs(["a=b=c", "d=", "a=e"], "-l") == {"a": "e", "d": ""}
+    assert render_pairs({"b": "2", "a": "1"}) == "a=1,b=2"
+    for wrong in ("a", "=b", ""):
+        with pytest.raises(InvalidInput, match="is no K=V"):
+            parse_pairs([wrong], "-l")
+    with pytest.raises(InvalidInput, match="is no K=V"):
+        parse_environment([""], {})
+
+
+def test_an_id_may_be_shortened_while_only_one_begins_so() -> None:
+    known = ["sb-0011223344", "sb-0099887766", "sb-ab00000000"]
+    assert match("ab", known) == match("sb-a", known) == "sb-ab00000000"
+    assert match("0011", known) == "sb-0011223344"
+    with pytest.raises(InvalidInput, match="2 sandboxes begin with 00") as caught:
+        match("00", known)
+    assert "sb-0011223344, sb-0099887766" in (caught.value.hint or "")
+    for absent in ("x", "", "sb-", "sb-0011223344555", "1122"):
+        with pytest.raises(NotFound):
+            match(absent, known)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"FORKD_URL": "http://h:1", "FORKD_RUNTIME_DIR": "/r"}, Address("http://h:1", own=False)),
+        ({"FORKD_RUNTIME_DIR": "/r"}, Address("unix:///r/forkd.sock", True, Path("/r/forkd.sock"))),
+        ({"FORKD_SOCKET": "/s p"}, Address("unix:///s%20p", True, Path("/s p"))),
+        ({"FORKD_SOCKET": "none"}, Address("http://127.0.0.1:8889", own=True)),
+        ({"FORKD_SOCKET": "none", "FORKD_BIND": "127.0.0.1:1"}, Address("http://127.0.0.1:1", own=True)),
+    ],
+)
+def test_the_daemon_is_looked_for_in_one_order(environ: dict[str, str], expected: Address) -> None:
+    assert find_address(None, environ) == expected
+    assert find_address("http://given:1", environ) == Address("http://given:1", own=False)
+
+
+def test_a_daemon_in_the_background_listens_where_it_will_be_looked_for() -> None:
+    command = render_command(Address("unix:///r/forkd.sock", True, Path("/r/forkd.sock")), 300)
+    assert command[1:] == ["-m", "forkd.cli.main", "serve", "--idle-exit-secs", "300", "--socket", "/r/forkd.sock"]
+    assert "--socket" not in render_command(Address("http://127.0.0.1:1", own=True), 0)
+
+
+def test_a_daemon_in_the_background_gets_paths_that_hold_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {"FORKD_HOME": "h", "FORKD_CONFIG": "c.toml", "FORKD_AUDIT_LOG": "none", "FORKD_TOKEN": "x", "PATH": "/bin"}
+    environ = render_environment(given, Home(tmp_path / "h", Path("/run/r")))
+    assert environ == {
+        "FORKD_HOME": str(tmp_path / "h"),
+        "FORKD_RUNTIME_DIR": "/run/r",
+        "FORKD_CONFIG": str(tmp_path / "c.toml"),
+        "FORKD_AUDIT_LOG": "none",
+        "PATH": "/bin",
+    }
+
+
+def test_the_tail_of_a_log_has_only_what_came_since(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("old\n" + "".join(f"{n}\n" for n in range(30)))
+    assert read_tail(log, 4) == "\n".join(map(str, range(15, 30)))
+    assert read_tail(log, log.stat().st_size) is None
+    assert "cannot be read" in (read_tail(tmp_path / "none", 0) or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("sb-12:/x", Remote("sb-12", "/x")),
+        ("12:/", Remote("12", "/")),
+        ("12:/a\nb:/c", Remote("12", "/a\nb:/c")),
+        ("./12:/x", "./12:/x"),
+        ("/a:/b", "/a:/b"),
+        ("sb-12:x", "sb-12:x"),
+        ("-", "-"),
+    ],
+)
+def test_a_place_in_a_sandbox_has_an_id_a_colon_and_an_absolute_path(text: str, place: Remote | str) -> None:
+    assert parse_place(text) == place
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc", "../x", "a\0b", "\ud800"])
+def test_a_name_that_is_no_plain_name_is_refused(name: str) -> None:
+    with pytest.raises(ProtocolError, match="no name of a file"):
+        check_name(name)
+
+
+@pytest.mark.parametrize("name", ["a", "...", "-rf", "a b", "\n", "ä", "\udcff", "~", "$(x)"])
+def test_a_strange_name_that_is_one_is_taken(name: str) -> None:
+    assert check_name(name) == name
+
+
+def test_the_last_name_of_a_path() -> None:
+    assert [last_name(path) for path in ("/a/b", "/a/b/", "/", "/a/.", "b")] == ["b", "b", "", "", "b"]
+
+
+def test_what_would_move_the_cursor_is_shown_as_what_it_is() -> None:
+    assert render_plain("plain äöü\t") == "plain äöü\t"
+    assert render_plain("\x1b]0;owned\x07\r\n\udcff\u202e") == "\\x1b]0;owned\\x07\\r\\n\\udcff\\u202e"
+
+
+def test_news_of_a_console_are_what_was_not_seen() -> None:
+    assert find_news("", "ab") == "ab"
+    assert find_news("ab", "abc") == "c"
+    assert find_news("0123", "23456") == "23456"
+    long = "x" * 5000 + "end"
+    assert find_news(long, long[100:] + "news") == "news"
+
+
+INFO: SandboxInfo = {
+    "id": "sb-0123456789",
+    "snapshot_tag": "warm",
+    "netns": None,
+    "guest_addr": "127.0.0.1:1",
+    "created_at_unix": 0,
+    "pid": 1,
+    "memory_limit_mib": None,
+    "has_branched": False,
+    "last_branch_memory_path": None,
+    "branch_count": 0,
+    "state": "running",
+    "cause": None,
+    "engine": "fake",
+    "isolation": "none",
+    "deadline_unix": None,
+    "on_timeout": "kill",
+    "labels": {},
+    "metadata": {},
+    "workspace": None,
+}
+
+
+def test_a_deadline_is_shown_while_there_is_one() -> None:
+    assert render_deadline(INFO, 0.0) == ""
+    assert render_deadline({**INFO, "deadline_unix": 90.0}, 0.0) == "kill in 1m"
+    assert render_deadline({**INFO, "deadline_unix": 90.0, "on_timeout": "pause"}, 91.0) == "pause now"
+    assert render_deadline({**INFO, "deadline_unix": 90.0, "state": "dead"}, 0.0) == ""
+    assert [render_age(age) for age in (-1, 59, 60, 7200, 200000)] == ["0s", "59s", "1m", "2h", "2d"]
+
+
+def test_a_tree_has_every_snapshot_once_whatever_their_parents_are() -> None:
+    def snapshot(tag: str, parent: str | None) -> Any:
+        return {"tag": tag, "parent_tag": parent, "status": "ready", "sandboxes": [{**INFO, "snapshot_tag": tag}]}
+
+    snapshots = [snapshot("a", None), snapshot("b", "a"), snapshot("c", "b"), snapshot("d", "gone"), snapshot("e", "e")]
+    trees = build_trees({"snapshots": snapshots, "orphans": [{**INFO, "snapshot_tag": "lost"}]}, 0.0)
+
+    def render(tree: Any) -> Any:
+        return [str(tree.label), *map(render, tree.children)]
+
+    sandbox = ["sb-0123456789  running  0s"]
+    assert [render(tree) for tree in trees] == [
+        ["a", sandbox, ["b", sandbox, ["c", sandbox]]],
+        ["d", sandbox],
+        ["e", sandbox],
+        ["snapshot gone", ["sb-0123456789  running  0s  of lost"]],
+    ]
+
+
+def test_an_event_is_one_line_whatever_is_in_it() -> None:
+    event: Event = {
+        "id": 7,
+        "ts_unix": 0.0,
+        "type": "sandbox.dead",
+        "sandbox_id": "sb-0123456789",
+        "snapshot_tag": "warm",
+        "data": {"cause": "a\nb", "n": 1, "how": "well"},
+    }
+    line = render_event(event)
+    assert "\n" not in line
+    assert line.endswith("cause=a\\nb n=1 how=well snapshot=warm")
+
+
+def test_a_bench_is_found_in_a_checkout_only(tmp_path: Path) -> None:
+    package = tmp_path / "src/forkd/__init__.py"
+    assert find_checkout(package) is None
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench/__main__.py").touch()
+    (tmp_path / "pyproject.toml").touch()
+    assert find_checkout(package) == tmp_path
+    args = parse("bench", "--rounds", "2", "-n", "1", "10", "--only", "a", "--only", "b", "--engine", "qemu")
+    words = "--rounds 2 -n 1 10 --only a --only b --engine qemu"
+    assert render_options(args) == words.split()
+    assert render_options(parse("bench")) == []

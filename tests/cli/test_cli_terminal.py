@@ -1,0 +1,144 @@
+"""`forkd exec -it` and `forkd shell` in a real terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from cli_cases import DEADLINE_S, Cli, eventually, is_alive
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def _take_terminal() -> None:
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+class Terminal:
+    """A person at a terminal in which forkd runs."""
+
+    def __init__(self, cli: Cli, *words: str) -> None:
+        self.keyboard, self.tty = pty.openpty()
+        self.resize(24, 80)
+        self.before = termios.tcgetattr(self.tty)
+        self.process = subprocess.Popen(
+            cli.command(*words),
+            env={**cli.env, "TERM": "vt100"},
+            stdin=self.tty,
+            stdout=self.tty,
+            stderr=self.tty,
+            # A session whose terminal this is, so that resizing it reaches forkd as a signal.
+            preexec_fn=_take_terminal,
+        )
+        self.seen = b""
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self.tty, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def type(self, text: str) -> None:
+        os.write(self.keyboard, text.encode())
+
+    def expect(self, text: str) -> str:
+        """What is on the screen up to this text, once it is there."""
+        wanted = text.encode()
+        deadline = time.monotonic() + 20
+        os.set_blocking(self.keyboard, False)
+        while wanted not in self.seen:
+            assert time.monotonic() < deadline, self.seen
+            try:
+                self.seen += os.read(self.keyboard, 65536)
+            except BlockingIOError:
+                time.sleep(0.02)
+        found, _, self.seen = self.seen.partition(wanted)
+        return found.decode(errors="replace")
+
+    def end(self) -> int:
+        code = self.process.wait(DEADLINE_S)
+        assert termios.tcgetattr(self.tty) == self.before, "the terminal is not as it was"
+        return code
+
+
+@contextmanager
+def terminal(cli: Cli, *words: str) -> Iterator[Terminal]:
+    made = Terminal(cli, *words)
+    try:
+        yield made
+    finally:
+        if made.process.poll() is None:
+            made.process.kill()
+            made.process.wait()
+        os.close(made.keyboard)
+        os.close(made.tty)
+
+
+def test_a_shell_has_a_terminal_of_this_ones_size_and_kind(warm: Cli) -> None:
+    sandbox = warm.fork()
+    with terminal(warm, "shell", sandbox, "-e", "PS1=ready> ", "-w", "/tmp") as person:
+        person.type("stty size; tty -s && echo is-$((1+1))-tty; echo term=$TERM; pwd\n")
+        person.expect("24 80")
+        person.expect("is-2-tty")
+        person.expect("term=vt100")
+        person.expect("/tmp")
+        person.resize(40, 100)
+        person.process.send_signal(signal.SIGWINCH)
+        person.type("sleep 0.3; stty size\n")
+        person.expect("40 100")
+        person.type("exit 5\n")
+        assert person.end() == 5
+
+
+def test_keys_go_to_the_guest_ctrl_c_too(warm: Cli) -> None:
+    sandbox = warm.fork()
+    script = "trap 'echo caught' INT; echo ready.; cat; echo over"
+    with terminal(warm, "exec", "-it", sandbox, "--", "sh", "-c", script) as person:
+        person.expect("ready.")
+        person.type("hello\n")
+        person.expect("hello\r\nhello")
+        person.type("\x03")
+        person.expect("caught")
+        person.expect("over")
+        assert person.end() == 0
+
+
+def test_what_is_typed_ahead_is_not_lost(warm: Cli) -> None:
+    sandbox = warm.fork()
+    with terminal(warm, "exec", "-it", sandbox, "--", "sh", "-c", "read line; echo got=$line.") as person:
+        person.type("early\n")
+        person.expect("got=early.")
+        assert person.end() == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_the_terminal_is_put_back_whatever_happens(warm: Cli, number: int, code: int) -> None:
+    sandbox = warm.fork()
+    with terminal(warm, "exec", "-it", sandbox, "--", "sh", "-c", "echo pid=$$.; exec sleep 60") as person:
+        person.expect("pid=")
+        guest = int(person.expect("."))
+        person.process.send_signal(number)
+        assert person.end() == code
+        eventually(lambda: not is_alive(guest))
+
+
+def test_a_sandbox_that_ends_puts_the_terminal_back_too(warm: Cli) -> None:
+    sandbox = warm.fork()
+    with terminal(warm, "exec", "-it", sandbox, "--", "sh", "-c", "echo ready.; exec sleep 60") as person:
+        person.expect("ready.")
+        assert warm.ask("rm", sandbox).returncode == 0
+        person.expect("error: ")
+        assert person.end() != 0
+
+
+def test_a_terminal_without_input_shows_what_a_command_does_with_one(warm: Cli) -> None:
+    sandbox = warm.fork()
+    done = warm("exec", "-t", sandbox, "--", "sh", "-c", "test -t 1 && echo yes", COLUMNS="80", LINES="24")
+    assert (done.returncode, done.stdout) == (0, "yes\r\n")

@@ -1,0 +1,129 @@
+"""`forkd completion`: what a shell offers when Tab is pressed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_cases import DEADLINE_S, Cli
+
+from forkd.cli.grammar import Command, Option, describe
+from forkd.cli.main import build_parser
+from forkd.cli.nouns import NOUNS
+from forkd.cli.shells import SHELLS, render_bash
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+_ASK = """
+source {script}
+COMP_WORDS=({words})
+COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+compopt() {{ :; }}  # only a real completion may call it
+_forkd
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.fixture(scope="module")
+def grammar() -> list[Command]:
+    return describe(build_parser())
+
+
+def complete(cli: Cli, tmp_path: Path, *words: str) -> list[str]:
+    """What bash offers for the last of these words."""
+    script = tmp_path / "completion.bash"
+    if not script.exists():
+        script.write_text(render_bash(describe(build_parser())))
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin/forkd").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m forkd.cli.main "$@"\n')
+        (tmp_path / "bin/forkd").chmod(0o755)
+    asked = _ASK.format(script=shlex.quote(str(script)), words=shlex.join(["forkd", *words]))
+    done = subprocess.run(
+        ["bash", "--norc", "-c", asked],
+        env={**cli.env, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return sorted(done.stdout.split("\n")[:-1]) if done.stdout.strip() else []
+
+
+def test_the_grammar_has_every_command_with_what_it_takes(grammar: list[Command]) -> None:
+    by_path = {" ".join(command.path): command for command in grammar}
+    assert [name for name, _ in by_path[""].below] == list(NOUNS)
+    assert [name for name, _ in by_path["snapshot"].below] == ["create", "ls", "inspect", "rm"]
+    assert by_path["exec"].takes == "sandboxes"
+    assert by_path["fork"].takes == by_path["snapshot rm"].takes == "snapshots"
+    assert by_path["image rm"].takes == "images"
+    assert by_path["workspace resume"].takes == "workspaces"
+    assert Option(("--json",), "print a JSON array", None) in by_path["ls"].options
+    [state] = [option for option in by_path["ls"].options if "--state" in option.names]
+    assert state.takes == "starting running paused stopping dead"
+
+
+def test_bash_completes_commands_and_options(cli: Cli, tmp_path: Path) -> None:
+    assert complete(cli, tmp_path, "") == sorted(NOUNS)
+    assert complete(cli, tmp_path, "e") == ["eval", "events", "exec"]
+    assert complete(cli, tmp_path, "snapshot", "") == ["create", "inspect", "ls", "rm"]
+    assert complete(cli, tmp_path, "snapshot", "create", "--warm") == [
+        "--warm",
+        "--warm-command",
+        "--warm-script",
+        "--warm-timeout",
+    ]
+    assert complete(cli, tmp_path, "ls", "--state", "p") == ["paused"]
+    assert complete(cli, tmp_path, "fork", "x", "--on-timeout", "") == ["kill", "pause"]
+    assert complete(cli, tmp_path, "completion", "z") == ["zsh"]
+    assert complete(cli, tmp_path, "fork", "-n", "") == []
+    # A word that is only the value of an option leads nowhere.
+    assert "--settle-secs" in complete(cli, tmp_path, "fork", "--tag", "ls", "--s")
+
+
+def test_bash_completes_files_where_files_are_meant(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "warm.py").touch()
+    assert complete(cli, tmp_path, "snapshot", "create", "--warm-script", "wa") == ["warm.py"]
+    assert complete(cli, tmp_path, "cp", "wa") == ["warm.py"]
+
+
+def test_bash_completes_ids_and_tags_from_the_daemon(warm: Cli, tmp_path: Path) -> None:
+    one, two = warm.fork(), warm.fork()
+    assert complete(warm, tmp_path, "exec", "") == sorted([one, two])
+    assert complete(warm, tmp_path, "rm", one[:8]) == [one]
+    assert complete(warm, tmp_path, "fork", "w") == ["warm"]
+    assert complete(warm, tmp_path, "ls", "--tag", "") == ["warm"]
+    assert complete(warm, tmp_path, "cp", one[:9]) == [f"{one}:/"]
+    assert complete(warm, tmp_path, "image", "inspect", "") == ["small"]
+
+
+def test_a_completion_starts_no_daemon_and_says_nothing(cli: Cli, tmp_path: Path) -> None:
+    for kind in ("sandboxes", "snapshots", "workspaces"):
+        done = cli.ask("completion", kind)
+        assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
+        assert cli.ask("completion", kind, FORKD_URL="http://127.0.0.1:1").stderr == ""
+    assert complete(cli, tmp_path, "exec", "") == []
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_every_command_and_option_is_in_every_script(cli: Cli, grammar: list[Command], shell: str) -> None:
+    done = cli.ask("completion", shell)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "@" not in done.stdout.replace("$@", "").replace("[@]", "").replace("(@)", "")
+    for command in grammar:
+        assert command.path == () or command.path[-1] in done.stdout
+        for option in command.options:
+            assert all(name.lstrip("-") in done.stdout for name in option.names)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_every_shell_that_is_here_can_read_its_script(grammar: list[Command], tmp_path: Path, shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    (tmp_path / "script").write_text(SHELLS[shell](grammar))
+    subprocess.run([shell, "-n", tmp_path / "script"], check=True, timeout=DEADLINE_S)

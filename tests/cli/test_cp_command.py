@@ -1,0 +1,252 @@
+"""`forkd cp`: what goes in comes out, and a hostile guest writes nowhere but into the target.
+
+Guests of the fake engine share this machine's files: each test gives its sandbox a directory of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from cli_cases import DEADLINE_S, Cli, check
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+SANDBOX = "sb-0123456789"
+
+
+@pytest.fixture
+def guest(tmp_path: Path) -> Path:
+    """What of the guest's files is the test's."""
+    (tmp_path / "guest").mkdir()
+    return tmp_path / "guest"
+
+
+def test_a_file_goes_in_and_comes_out_with_its_permissions(warm: Cli, tmp_path: Path, guest: Path) -> None:
+    sandbox = warm.fork()
+    source = tmp_path / "tool"
+    source.write_bytes(os.urandom(3 << 20))
+    source.chmod(0o750)
+    assert warm.json("cp", str(source), f"{sandbox}:{guest}/") == {"files": 1, "bytes": 3 << 20, "skipped": []}
+    assert (guest / "tool").read_bytes() == source.read_bytes()
+    assert (guest / "tool").stat().st_mode & 0o777 == 0o750
+    (guest / "tool").chmod(0o4711)
+    back = tmp_path / "back"
+    done = warm.ask("cp", f"{sandbox}:{guest}/tool", str(back))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert back.read_bytes() == source.read_bytes()
+    assert back.stat().st_mode & 0o7777 == 0o711
+    assert list(tmp_path.glob(".forkd-*")) == []
+
+
+def test_a_tree_goes_in_and_comes_out_whatever_its_files_are_called(warm: Cli, tmp_path: Path, guest: Path) -> None:
+    sandbox = warm.fork()
+    source = tmp_path / "source"
+    names = [
+        "plain",
+        "-rf",
+        "with space",
+        "new\nline",
+        "äöü🐍",
+        os.fsdecode(b"\xff\xfe"),
+        "~",
+        "$(x)",
+        "a:b",
+        "\x1b[2J",
+    ]
+    for directory in (source, source / "below", source / "below/deep", source / "empty"):
+        directory.mkdir()
+        for name in names if directory.name != "empty" else []:
+            (directory / name).write_text(name, errors="surrogateescape")
+    assert warm.ask("cp", str(source), f"{sandbox}:{guest}/copy").returncode == 0
+    assert warm.ask("cp", f"{sandbox}:{guest}/copy", str(tmp_path / "back")).returncode == 0
+    subprocess.run(["diff", "-r", source, tmp_path / "back"], check=True)
+    assert (tmp_path / "back/empty").is_dir()
+    # Into a directory that is there, under its own name; with /. its contents only.
+    assert warm.ask("cp", f"{sandbox}:{guest}/copy", str(tmp_path / "back")).returncode == 0
+    subprocess.run(["diff", "-r", source, tmp_path / "back/copy"], check=True)
+    (tmp_path / "flat").mkdir()
+    assert warm.ask("cp", f"{sandbox}:{guest}/copy/.", str(tmp_path / "flat")).returncode == 0
+    subprocess.run(["diff", "-r", source, tmp_path / "flat"], check=True)
+
+
+def test_links_and_special_files_in_a_tree_are_left_out_and_named(warm: Cli, tmp_path: Path, guest: Path) -> None:
+    sandbox = warm.fork()
+    (guest / "tree").mkdir()
+    (guest / "tree/file").touch()
+    (guest / "tree/link").symlink_to("/etc/passwd")
+    os.mkfifo(guest / "tree/pipe")
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(f"{warm.runtime}/s")  # a short path, as sockets need
+        os.rename(f"{warm.runtime}/s", guest / "tree/socket")
+    done = warm.ask("cp", f"{sandbox}:{guest}/tree", str(tmp_path / "out"))
+    assert done.returncode == 0
+    assert sorted(os.listdir(tmp_path / "out")) == ["file"]
+    assert sorted(done.stderr.splitlines()) == [
+        f"warning: left out {guest}/tree/link: it is a symlink",
+        f"warning: left out {guest}/tree/pipe: it is a fifo",
+        f"warning: left out {guest}/tree/socket: it is a socket",
+    ]
+    tally = warm.json("cp", str(guest / "tree"), f"{sandbox}:{guest}/again")
+    assert tally["files"] == 1
+    assert [Path(each["path"]).name for each in tally["skipped"]] == ["link", "pipe", "socket"]
+
+
+def test_a_link_that_is_named_is_followed(warm: Cli, tmp_path: Path, guest: Path) -> None:
+    sandbox = warm.fork()
+    (guest / "real").mkdir()
+    (guest / "real/file").write_text("x")
+    (guest / "to-dir").symlink_to("real")
+    (guest / "to-file").symlink_to("real/file")
+    assert warm.ask("cp", f"{sandbox}:{guest}/to-dir", str(tmp_path / "dir")).returncode == 0
+    assert (tmp_path / "dir/file").read_text() == "x"
+    assert warm.ask("cp", f"{sandbox}:{guest}/to-file", str(tmp_path / "file")).returncode == 0
+    assert (tmp_path / "file").read_text() == "x"
+    (tmp_path / "mine").symlink_to("file")
+    (guest / "real/file").write_text("y")
+    assert warm.ask("cp", f"{sandbox}:{guest}/real/file", str(tmp_path / "mine")).returncode == 0
+    assert (tmp_path / "mine").is_symlink() and (tmp_path / "file").read_text() == "y"
+
+
+def test_standard_input_and_output_are_files_too(warm: Cli, guest: Path) -> None:
+    sandbox = warm.fork()
+    data = os.urandom(300_000)
+    assert warm("cp", "-", f"{sandbox}:{guest}/input", stdin=data).returncode == 0
+    assert (guest / "input").read_bytes() == data
+    done = subprocess.run(
+        warm.command("cp", f"{sandbox}:{guest}/input", "-"), env=warm.env, capture_output=True, timeout=DEADLINE_S
+    )
+    assert done.stdout == data
+    assert warm("cp", f"{sandbox}:{guest}/input", "/dev/null").returncode == 0
+    assert os.stat("/dev/null").st_rdev == os.makedev(1, 3)
+
+
+def test_what_cannot_be_copied_is_said(warm: Cli, tmp_path: Path, guest: Path) -> None:
+    sandbox = warm.fork()
+    check(warm.ask("cp", "a", "b"), 2, "neither is SANDBOX:/path")
+    check(warm.ask("cp", f"{sandbox}:/a", f"{sandbox}:/b"), 2, "both are in a sandbox")
+    check(warm.ask("cp", str(tmp_path / "none"), f"{sandbox}:{guest}/x"), 3, "No such file")
+    check(warm.ask("cp", f"{sandbox}:{guest}/none", str(tmp_path)), 3, f"There is no {guest}/none in {sandbox}")
+    (guest / "file").touch()
+    check(warm.ask("cp", f"{sandbox}:{guest}/file", str(tmp_path / "no/where")), 3, "No such file")
+    check(warm.ask("cp", "sb-0000000000:/x", str(tmp_path)), 3)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/file").mkdir()
+    check(warm.ask("cp", f"{sandbox}:{guest}/file", str(tmp_path / "taken")), 2, "is there already")
+    assert warm.ask("cp", f"{sandbox}:{guest}/file", "-", "--json").returncode == 2
+
+
+class HostileDaemon(BaseHTTPRequestHandler):
+    """A daemon whose guest says what it likes: `listings` are its directories, every file says EVIL."""
+
+    listings: dict[str, list[dict[str, Any]]]
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        path = parse_qs(url.query).get("path", [""])[0]
+        if url.path.endswith("/files/stat"):
+            self._answer(self._info(path, "dir" if path in self.listings else "file"))
+        elif url.path.endswith("/files/list"):
+            self._answer({"entries": self.listings.get(path, []), "truncated": False})
+        elif url.path.endswith("/files"):
+            self._answer(b"EVIL")
+        else:
+            self._answer({"ready": True})
+
+    @staticmethod
+    def _info(name: str, kind: str) -> dict[str, Any]:
+        info = {"name": name, "path": name, "type": kind, "size": 4, "mode": 0o6777}
+        return {**info, "uid": 0, "gid": 0, "mtime_ns": 0, "target": None}
+
+    def _answer(self, body: Any) -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def hostile() -> Iterator[tuple[str, dict[str, list[dict[str, Any]]]]]:
+    """The url of such a daemon, and its listings."""
+    listings: dict[str, list[dict[str, Any]]] = {}
+    handler = type("Handler", (HostileDaemon,), {"listings": listings})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = False
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", listings
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def everything(root: Path) -> dict[str, str]:
+    files = [path for path in root.rglob("*") if path.is_file() and not path.is_symlink()]
+    return {str(path.relative_to(root)): path.read_text() for path in files}
+
+
+@pytest.mark.parametrize("name", ["../escaped", "..", ".", "/etc/escaped", "a/../../escaped", "", "x\0y", "\ud800"])
+@pytest.mark.parametrize("kind", ["file", "dir", "symlink"])
+def test_a_name_that_leads_elsewhere_ends_the_copy(
+    cli: Cli, hostile: tuple[str, dict[str, list[dict[str, Any]]]], tmp_path: Path, name: str, kind: str
+) -> None:
+    url, listings = hostile
+    listings["/d"] = [HostileDaemon._info(name, kind)]
+    target = tmp_path / "inside/target"
+    target.parent.mkdir()
+    done = cli.ask("cp", f"{SANDBOX}:/d", str(target), "--url", url)
+    assert done.returncode == 15
+    assert "which is no name of a file" in done.stderr
+    assert everything(tmp_path / "inside") == {}
+    assert not (tmp_path / "escaped").exists() and not Path("/etc/escaped").exists()
+
+
+def test_links_in_the_target_are_not_followed(
+    cli: Cli, hostile: tuple[str, dict[str, list[dict[str, Any]]]], tmp_path: Path
+) -> None:
+    url, listings = hostile
+    listings["/d"] = [HostileDaemon._info("file", "file"), HostileDaemon._info("below", "dir")]
+    listings["/d/./below"] = [HostileDaemon._info("file", "file")]
+    target, outside = tmp_path / "target", tmp_path / "outside"
+    target.mkdir()
+    outside.mkdir()
+    (outside / "file").write_text("mine")
+    (target / "file").symlink_to(outside / "file")
+    (target / "below").symlink_to(outside)
+    listings["/d/."] = listings["/d"]
+    done = cli.ask("cp", f"{SANDBOX}:/d/.", str(target), "--url", url)
+    check(done, 5, "below cannot be written")
+    assert everything(outside) == {"file": "mine"}
+    assert (target / "file").read_text() == "EVIL" and not (target / "file").is_symlink()
+
+
+def test_a_name_that_comes_twice_as_file_and_as_directory_goes_nowhere(
+    cli: Cli, hostile: tuple[str, dict[str, list[dict[str, Any]]]], tmp_path: Path
+) -> None:
+    url, listings = hostile
+    listings["/d"] = [HostileDaemon._info("x", "file"), HostileDaemon._info("x", "dir")]
+    listings["/d/x"] = [HostileDaemon._info("file", "file")]
+    check(cli.ask("cp", f"{SANDBOX}:/d", str(tmp_path / "target"), "--url", url), 5, "cannot be written")
+    assert everything(tmp_path / "target") == {"x": "EVIL"}
+    assert (tmp_path / "target/x").stat().st_mode & 0o7777 == 0o777
+
+
+def test_a_tree_without_an_end_is_left_at_some_depth(
+    cli: Cli, hostile: tuple[str, dict[str, list[dict[str, Any]]]], tmp_path: Path
+) -> None:
+    url, listings = hostile
+    listings.update({"/d" + "/n" * depth: [HostileDaemon._info("n", "dir")] for depth in range(200)})
+    check(cli.ask("cp", f"{SANDBOX}:/d", str(tmp_path / "target"), "--url", url), 2, "directories deep")

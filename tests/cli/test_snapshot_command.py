@@ -1,0 +1,103 @@
+"""`forkd snapshot` through a daemon: make, list, look, replace, remove, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_cases import Cli, Done, check
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def create(cli: Cli, tag: str, *words: str) -> Done:
+    return cli.ask("snapshot", "create", "--image", "small", "--tag", tag, *words)
+
+
+def test_a_snapshot_is_created_listed_inspected_replaced_and_removed(warm: Cli, tmp_path: Path) -> None:
+    script = tmp_path / "warm.py"
+    script.write_text("past = 'äöü'\n")
+    made = create(warm, "other", "--warm-script", str(script), "--memory", "300", "--json")
+    assert made.returncode == 0, made.stdout
+    assert made.stderr == ""
+    facts = json.loads(made.stdout)
+    assert (facts["tag"], facts["status"], facts["memory_mib"]) == ("other", "ready", 300)
+    assert (facts["engine"], facts["warm"]) == ("fake", "past = 'äöü'\n")
+    listed = warm.ask("snapshot", "ls").stdout.splitlines()
+    assert listed[0].split() == ["TAG", "STATUS", "CREATED", "MEMORY", "VCPUS", "ENGINE", "IMAGE", "WARM"]
+    assert [line.split()[0] for line in listed[1:]] == ["other", "warm"]
+    assert warm.ask("snapshot", "ls", "-q").stdout == "other\nwarm\n"
+    assert warm.json("snapshot", "inspect", "other") == facts
+    assert facts["image_id"] in warm.ask("snapshot", "inspect", "other").stdout
+    check(create(warm, "other"), 4, "exists already")
+    done = create(warm, "other", "--warm", "new = 1", "--replace")
+    assert done.returncode == 0
+    assert done.stdout.startswith("other  ") and done.stdout.endswith(" MiB on disk\n")
+    assert warm.json("snapshot", "inspect", "other")["warm"] == "new = 1"
+    check(warm.ask("image", "rm", "small"), 4, "in use")
+    assert warm.json("snapshot", "rm", "other") == {"removed": ["other"]}
+    assert warm.tags() == ["warm"]
+
+
+def test_what_is_unknown_is_not_found_and_how_to_find_it_is_told(warm: Cli) -> None:
+    check(warm.ask("snapshot", "inspect", "nothing"), 3, "There is no snapshot nothing", "forkd snapshot ls")
+    check(warm.ask("snapshot", "rm", "nothing"), 3, "There is no snapshot nothing")
+    check(warm.ask("snapshot", "create", "--tag", "x", "--image", "nothing"), 3, "There is no image nothing")
+    assert json.loads(warm.ask("snapshot", "rm", "nothing", "--json").stdout)["code"] == "not_found"
+    assert warm.tags() == ["warm"]
+
+
+def test_a_traceback_of_the_warm_up_is_in_the_error(warm: Cli) -> None:
+    done = create(warm, "bad", "--warm", "1 / 0")
+    assert done.returncode == 13
+    assert "error: The warm-up raised ZeroDivisionError: division by zero\n" in done.stderr
+    assert "  | Traceback" in done.stderr
+    shown = create(warm, "bad", "--warm", "1 / 0", "--json")
+    assert "ZeroDivisionError" in json.loads(shown.stdout)["details"]
+    # The attempt is remembered, as a failure, until it is removed or made again.
+    listed = warm.ask("snapshot", "ls")
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == ["TAG", "warm"]
+    assert "warning: bad: The warm-up raised" in listed.stderr and "forkd snapshot rm bad" in listed.stderr
+    assert create(warm, "bad", "--warm", "1").returncode == 0
+    assert "warning" not in warm.ask("snapshot", "ls").stderr
+
+
+def test_a_warm_up_that_cannot_be_is_refused(warm: Cli) -> None:
+    check(create(warm, "bad", "--warm-timeout", "0"), 2)
+    check(create(warm, "bad", "--warm-script", "/dev/zero"), 2, "larger than")
+    assert warm.tags() == ["warm"]
+
+
+def test_a_long_tag_is_not_folded_for_who_reads_a_pipe(warm: Cli) -> None:
+    tag = "t" * 64
+    assert create(warm, tag, "--warm", "x = 'a rather long piece of code'").returncode == 0
+    lines = warm.ask("snapshot", "ls").stdout.splitlines()
+    assert len(lines) == 3
+    assert lines[1].startswith(tag + " ")
+
+
+def test_several_snapshots_are_removed_together_or_not_at_all(warm: Cli) -> None:
+    for tag in ("a", "b"):
+        assert create(warm, tag).returncode == 0
+    check(warm.ask("snapshot", "rm", "a", "nothing", "b"), 3, "There is no snapshot nothing")
+    check(warm.ask("snapshot", "rm", "a", "b/c"), 2, "not a legal snapshot tag")
+    assert warm.tags() == ["a", "b", "warm"]
+    assert warm.ask("snapshot", "rm", "b", "a", "b").returncode == 0
+    assert warm.tags() == ["warm"]
+
+
+def test_a_damaged_snapshot_is_listed_as_such_beside_the_others_and_can_be_removed(warm: Cli) -> None:
+    assert create(warm, "hurt").returncode == 0
+    (warm.snapshots / "hurt/manifest.json").write_text("{")
+    done = warm.ask("snapshot", "ls")
+    assert done.returncode == 0
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["TAG", "warm"]
+    assert "warning: hurt: The manifest of snapshot hurt is damaged" in done.stderr
+    assert "hint: Remove it with: forkd snapshot rm hurt" in done.stderr
+    [hurt] = [info for info in warm.json("snapshot", "ls") if info["tag"] == "hurt"]
+    assert (hurt["status"], hurt["code"]) == ("failed", "snapshot_damaged")
+    check(warm.ask("snapshot", "inspect", "hurt"), 8, "damaged", "forkd snapshot rm hurt")
+    check(warm.ask("fork", "hurt"), 8, "The manifest of snapshot hurt is damaged")
+    assert warm.ask("snapshot", "rm", "hurt").returncode == 0
+    assert warm.tags() == ["warm"]
