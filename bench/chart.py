@@ -24,7 +24,7 @@ _STEP_COLOURS = {
 _COLD = "#d9822b"
 _FORK = "#1f5f9e"
 _INK = "#222222"
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -40,7 +40,7 @@ _STYLE: dict[Any, Any] = {
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
     """Two panels: all of a fork against one cold boot, and where the time of a child goes."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.6, 5.6), facecolor="white", layout="constrained")
         above, below = figure.subplots(2, 1)
         _draw_totals(above, report)
@@ -63,7 +63,7 @@ def _draw_totals(axes: Axes, report: Mapping[str, Any]) -> None:
         axes.annotate(
             f"{render_value(median)} s", (entry["max"], row), xytext=(7, 0), textcoords="offset points", va="center"
         )
-    _finish(axes, [label for label, _, _ in shown], "seconds; whiskers: fastest and slowest round")
+    finish(axes, [label for label, _, _ in shown], "seconds; whiskers: fastest and slowest round")
 
 
 def _draw_steps(axes: Axes, report: Mapping[str, Any]) -> None:
@@ -85,15 +85,15 @@ def _draw_steps(axes: Axes, report: Mapping[str, Any]) -> None:
         axes.annotate(f"{child:.0f} ms", (left, row), xytext=(7, 0), textcoords="offset points", va="center")
     if labelled:
         axes.legend(ncols=len(_STEP_COLOURS), loc="upper left", bbox_to_anchor=(0, -0.3), frameon=False, fontsize=9)
-    _finish(axes, [f"1 of {n}" for n in rows], "milliseconds from the start of its process")
+    finish(axes, [f"1 of {n}" for n in rows], "milliseconds from the start of its process")
 
 
-def _finish(axes: Axes, labels: list[str], xlabel: str) -> None:
+def finish(axes: Axes, labels: list[str], xlabel: str, *, margin: float = 0.12) -> None:
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
     axes.set_xlim(left=0)
-    axes.margins(x=0.12)
+    axes.margins(x=margin)
     axes.set_xlabel(xlabel, fontsize=9)
 
 

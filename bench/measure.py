@@ -20,7 +20,7 @@ from forkd.model.names import parse_tag
 from forkd.runtime import demo
 from forkd.runtime.freeze import boot_spec, create_snapshot, frozen_of
 from forkd.runtime.sandbox import Sandbox
-from forkd.runtime.spawn import fork_children, fork_one, kill_all
+from forkd.runtime.spawn import fork_children, fork_one, kill_all, new_identities
 from forkd.runtime.warmup import booted, warm_up
 from forkd.store.snapshots import SnapshotStore
 
@@ -145,8 +145,9 @@ class _Children:
 async def measure_fork(bench: Bench, frozen: Frozen, n: int) -> dict[Figure, float]:
     stamps = _Children()
     begun = time.monotonic()
-    children = await fork_children(bench.engine, frozen, n, bench.directory, after=stamps.ready)
+    forked = await fork_children(bench.engine, frozen, new_identities(n), bench.directory, after=stamps.ready)
     wall = time.monotonic() - begun
+    children = forked.sandboxes
     try:
         # One size is enough: idling costs seconds of waiting, and memory means most where pages are shared by many.
         held = await _measure_held(children) if n == max(bench.sizes) else {}
@@ -181,7 +182,7 @@ async def _measure_held(children: list[Sandbox]) -> dict[Figure, float]:
 
 
 async def measure_trips(bench: Bench, frozen: Frozen) -> dict[Figure, float]:
-    child = await fork_one(bench.engine, frozen, bench.directory)
+    child = await fork_one(bench.engine, frozen, new_identities(1)[0], bench.directory)
     try:
         await _eval_trips(child.agent, _WARMING_TRIPS)
         evals = await _eval_trips(child.agent, _EVAL_TRIPS)

@@ -96,16 +96,16 @@ def judge(summaries: Mapping[str, Summary], n: int = TARGET_N) -> list[Target]:
     """Each thing forkd is meant to reach, against what was measured."""
     faster = f"fork of {n} takes less time than a cold boot of one"
     return [
-        _within(faster, summaries, figures.fork_to_cold(n), "< 1", lambda value: value < 1),
-        _within(
+        within(faster, summaries, figures.fork_to_cold(n), "< 1", lambda value: value < 1),
+        within(
             f"unique memory of the largest of {n} children",
             summaries,
             figures.unique_memory(n, "largest"),
             "<= 24",
             lambda value: value <= 24,
         ),
-        _within("idle CPU per child", summaries, figures.idle_cpu(n, 0), "< 0.5", lambda value: value < 0.5),
-        _within(
+        within("idle CPU per child", summaries, figures.idle_cpu(n, 0), "< 0.5", lambda value: value < 0.5),
+        within(
             "eval round trip on a warm child, p50",
             summaries,
             figures.trip("eval", "p50"),
@@ -116,7 +116,7 @@ def judge(summaries: Mapping[str, Summary], n: int = TARGET_N) -> list[Target]:
     ]
 
 
-def _within(
+def within(
     name: str, summaries: Mapping[str, Summary], figure: Figure, bound: str, fits: Callable[[float], bool]
 ) -> Target:
     summary = summaries.get(figure.name)
@@ -135,15 +135,17 @@ def _all_answer(summary: Summary | None, n: int) -> Target:
 
 
 def render_json(run: Run) -> dict[str, Any]:
-    summaries = summarize(run.rounds)
+    return {"format": FORMAT, **render_section(run, judge(summarize(run.rounds)))}
+
+
+def render_section(run: Run, targets: Sequence[Target]) -> dict[str, Any]:
     return {
-        "format": FORMAT,
         "started": run.started,
         "host": dict(run.host),
         "settings": {**run.settings, "rounds_done": len(run.rounds)},
         "failures": [failure for each in run.rounds for failure in each.failures],
-        "targets": [_render_target(target) for target in judge(summaries)],
-        "figures": {name: _render_summary(summary) for name, summary in summaries.items()},
+        "targets": [_render_target(target) for target in targets],
+        "figures": {name: _render_summary(summary) for name, summary in summarize(run.rounds).items()},
     }
 
 
@@ -179,11 +181,11 @@ def _rounded(value: float | None) -> float | None:
 
 def render_markdown(report: Mapping[str, Any]) -> str:
     """The tables of docs/bench.md, of a report as written to JSON."""
-    tables = (_render_figures(report), _render_steps(report), _render_targets(report))
+    tables = (render_figures(report), _render_steps(report), render_targets(report))
     return "\n\n".join("\n".join(rows) for rows in tables if rows) + "\n"
 
 
-def _render_figures(report: Mapping[str, Any]) -> list[str]:
+def render_figures(report: Mapping[str, Any]) -> list[str]:
     rows = ["| what | median | fastest to slowest round |", "|---|---|---|"]
     for name, figure in report["figures"].items():
         if _STEP.fullmatch(name) is None:
@@ -211,7 +213,7 @@ def _render_steps(report: Mapping[str, Any]) -> list[str]:
     return rows
 
 
-def _render_targets(report: Mapping[str, Any]) -> list[str]:
+def render_targets(report: Mapping[str, Any]) -> list[str]:
     rows = ["| target | bound | median | worst round | reached |", "|---|---|---|---|---|"]
     words = {True: "yes", False: "no", None: "not measured"}
     for target in report["targets"]:

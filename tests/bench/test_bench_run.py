@@ -28,6 +28,7 @@ class Failing(FakeEngine):
     """Starts two machines and refuses the rest."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.forks = 0
 
     async def fork(self, frozen: Frozen, directory: Path) -> Machine:

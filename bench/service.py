@@ -1,0 +1,162 @@
+"""The parts of a run that are about the daemon, each with daemons of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import service_figures as figures
+from bench.costs import CostSpec, Direct, measure_costs
+from bench.cycles import CycleSpec, measure_cycles
+from bench.load import Answers, LoadSpec, measure_load
+from bench.report import Round, Run, shares
+from bench.served import IMAGE, TAG, Served, make_snapshot, served
+from forkd.errors import ForkdError
+from forkd.host.files import scratch_directory
+from forkd.host.paths import Home
+from forkd.image import ImageStore, Progress
+from forkd.model.names import parse_tag
+from forkd.runtime import demo
+from forkd.runtime.engines import open_engine
+from forkd.runtime.freeze import frozen_of
+from forkd.store.snapshots import SnapshotStore
+
+OnRound = Callable[[Run], object]
+
+FAKE = "fake"
+_SHOWN_ERRORS = 5
+
+
+@dataclass(frozen=True)
+class Service:
+    """What is measured, how often, and where. `directory` is for VMs of our own."""
+
+    home: Home
+    directory: Path
+    progress: Progress
+    engines: tuple[str, ...]
+    costs: Mapping[str, CostSpec]
+    load: LoadSpec
+    cycles: Mapping[str, CycleSpec]
+    rounds: int
+    warm: Mapping[str, str]
+
+
+def default_costs(sizes: tuple[int, ...]) -> dict[str, CostSpec]:
+    one, many = min(sizes), max(sizes)
+    return {
+        FAKE: CostSpec(spawns={one: 30, many: 2}, execs=200, evals=300),
+        "qemu": CostSpec(spawns={one: 20, many: 1}, execs=40, evals=200),
+    }
+
+
+def default_warm() -> dict[str, str]:
+    """The fake engine evaluates its past again in every child: numpy would be most of its fork."""
+    return {FAKE: "import json", "qemu": demo.WARMUP.code or ""}
+
+
+def default_cycles() -> dict[str, CycleSpec]:
+    return {FAKE: CycleSpec(cycles=1000, at_once=4), "qemu": CycleSpec(cycles=100, at_once=4)}
+
+
+def begin_part(service: Service, part: str, host: Mapping[str, Any]) -> Run:
+    settings: dict[str, Any] = {"engines": list(service.engines)}
+    if part == "daemon":
+        settings["rounds"] = service.rounds
+        settings["each_round"] = {engine: asdict(service.costs[engine]) for engine in service.engines}
+    elif part == "load":
+        settings |= {"engines": [FAKE], **asdict(service.load)}
+    else:
+        settings["each"] = {engine: asdict(service.cycles[engine]) for engine in service.engines}
+    return Run(time.strftime("%Y-%m-%dT%H:%M:%S%z"), host, settings)
+
+
+async def run_part(service: Service, part: str, run: Run, on_round: OnRound) -> None:
+    """Adds to `run` as it goes. A failure is a finding, and ends the part of that engine only."""
+    measures = {"daemon": _run_costs, "load": _run_load, "cycles": _run_cycles}
+    for engine in run.settings["engines"]:
+        try:
+            async with _daemon(service, engine, f"{part}, {engine}") as daemon:
+                await measures[part](service, daemon, run, on_round)
+        except ForkdError as error:
+            last = f" ({error.details.strip().splitlines()[-1]})" if error.details and error.details.strip() else ""
+            _add(run, 1, Round({}, (f"{part}, {engine}: {error.code}: {error.message}{last}",)))
+            on_round(run)
+
+
+@asynccontextmanager
+async def _daemon(service: Service, engine: str, title: str) -> AsyncIterator[Served]:
+    service.progress.stage(f"{title}: daemon and snapshot")
+    with scratch_directory(service.home.root) as root, served(engine, service.home.images, root) as daemon:
+        make_snapshot(daemon, service.warm[engine])
+        yield daemon
+
+
+async def _run_costs(service: Service, daemon: Served, run: Run, on_round: OnRound) -> None:
+    engine = open_engine(daemon.engine, outlive=True)
+    image = ImageStore(daemon.home).open(IMAGE)
+    with SnapshotStore(daemon.home.snapshots).held(parse_tag(TAG)) as snapshot:
+        direct = Direct(engine, frozen_of(snapshot, image), service.directory)
+        for number in range(1, service.rounds + 1):
+            service.progress.stage(f"daemon, {daemon.engine}: round {number} of {service.rounds}")
+            _add(run, number, Round(await measure_costs(daemon, direct, service.costs[daemon.engine])))
+            on_round(run)
+
+
+def _add(run: Run, number: int, done: Round) -> None:
+    """To the round of that number, which another engine may have begun."""
+    if number <= len(run.rounds):
+        before = run.rounds[number - 1]
+        run.rounds[number - 1] = Round({**before.readings, **done.readings}, (*before.failures, *done.failures))
+    else:
+        run.rounds.append(done)
+
+
+async def _run_load(service: Service, daemon: Served, run: Run, on_round: OnRound) -> None:
+    spec = service.load
+    service.progress.stage(f"load: {spec.clients} clients for {spec.seconds:g} s")
+    load = await measure_load(daemon, spec)
+    values = {
+        "requests": len(load.answers.took_ms),
+        "errors": len(load.answers.errors),
+        "rate": len(load.answers.took_ms) / load.seconds,
+        **_shares(load.answers),
+        "resident.before": load.before.resident_mib,
+        "resident.early": load.early.resident_mib,
+        "resident.late": load.late.resident_mib,
+        "growth": load.late.resident_mib - load.early.resident_mib,
+        "left": len(load.leaks),
+    }
+    failures = [f"load: {what}" for what in (*load.answers.errors[:_SHOWN_ERRORS], *load.leaks[:_SHOWN_ERRORS])]
+    _add(run, 1, Round({figures.load(name): value for name, value in values.items()}, tuple(failures)))
+    on_round(run)
+
+
+async def _run_cycles(service: Service, daemon: Served, run: Run, on_round: OnRound) -> None:
+    spec = service.cycles[daemon.engine]
+    service.progress.stage(f"cycles, {daemon.engine}: {spec.cycles}, {spec.at_once} at once")
+    cycles = await measure_cycles(daemon, spec)
+    values = {
+        "done": len(cycles.answers.took_ms),
+        "errors": len(cycles.answers.errors),
+        "rate": len(cycles.answers.took_ms) / cycles.seconds,
+        **_shares(cycles.answers),
+        "growth": cycles.after.resident_mib - cycles.before.resident_mib,
+        "left": len(cycles.leaks),
+    }
+    failures = [
+        f"cycles, {daemon.engine}: {what}"
+        for what in (*cycles.answers.errors[:_SHOWN_ERRORS], *cycles.leaks[:_SHOWN_ERRORS])
+    ]
+    readings = {figures.cycles(daemon.engine, name): value for name, value in values.items()}
+    _add(run, 1, Round(readings, tuple(failures)))
+    on_round(run)
+
+
+def _shares(answers: Answers) -> dict[str, float]:
+    """None of nothing: that nobody was answered is said by the errors."""
+    return shares(answers.took_ms) if answers.took_ms else {}
