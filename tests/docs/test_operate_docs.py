@@ -1,0 +1,309 @@
+"""What docs/operate says is what the code does, and the systemd unit holds what it promises."""
+
+from __future__ import annotations
+
+import ctypes.util
+import dataclasses
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support_daemon import environment, served
+from support_images import make_image
+from unit_filter import allowed_calls, parse_unit, read_sets
+
+from forkd.daemon import audit, serve, settings
+from forkd.daemon.audit import AuditEntry
+from forkd.daemon.metrics import Metrics
+from forkd.daemon.settings import OPTIONS, merge_settings
+from forkd.engines.qemu.machine import ADOPT_DEADLINE_S
+from forkd.host.marked import find_marked
+from forkd.host.paths import Home
+from forkd.model.sandbox import TRANSITIONS, State
+from forkd.runtime import events, faults, ports, upkeep
+
+ROOT = Path(__file__).parents[2]
+OPERATE = ROOT / "docs/operate"
+UNIT = ROOT / "packaging/forkd.service"
+FILTER = Path(__file__).with_name("unit_filter.py")
+
+_TRY_S = 120.0
+_needs_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+_needs_filter = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None or ctypes.util.find_library("seccomp") is None,
+    reason="systemd-analyze or libseccomp is not installed",
+)
+
+
+def read(name: str) -> str:
+    return (OPERATE / name).read_text()
+
+
+def table(text: str, first: str) -> Iterator[list[str]]:
+    """The cells of the rows below the header whose first cell is `first`."""
+    lines = iter(text.splitlines())
+    for line in lines:
+        if line.startswith(f"| {first} |"):
+            break
+    next(lines)
+    for line in lines:
+        if not line.startswith("|"):
+            return
+        yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def ticked(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Home]:
+    with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as runtime:
+        made = Home(tmp_path / "home", Path(runtime) / "run")
+        make_image(made)
+        yield made
+        assert find_marked(made.runtime) == {}
+
+
+# Settings
+
+
+def test_the_table_of_settings_is_that_of_the_code() -> None:
+    places = Home(Path("/<home>"), Path("/<runtime>"))
+    documented = [[ticked(cell)[0] for cell in row[:4]] for row in table(read("settings.md"), "key")]
+    assert documented == [
+        [option.key, option.flag, option.variable, option.default(places).removeprefix("/")] for option in OPTIONS
+    ]
+
+
+def test_the_values_of_a_setting_are_all_in_its_row() -> None:
+    rows = {ticked(row[0])[0]: row[4] for row in table(read("settings.md"), "key")}
+    for key, allowed in (
+        ("log_format", settings.LOG_FORMATS),
+        ("log_level", settings.LOG_LEVELS),
+        ("on_stop", settings.ON_STOP),
+        ("engine", ("auto", *settings.ENGINES)),
+    ):
+        assert set(allowed) <= set(ticked(rows[key])), key
+
+
+def test_the_settings_file_in_the_documents_is_one() -> None:
+    (example,) = re.findall(r"```toml\n(.*?)```", read("settings.md"), re.DOTALL)
+    merged = merge_settings({}, {}, tomllib.loads(example), Home(Path("/h"), Path("/r")))
+    assert merged.bind is not None and not merged.bind.loopback
+
+
+# Monitoring
+
+
+def test_the_table_of_metrics_is_what_prometheus_sees() -> None:
+    exposed = {}
+    for family in Metrics().registry.collect():
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        exposed[name] = family.type
+    documented = {ticked(row[0])[0]: row[1] for row in table(read("monitoring.md"), "name")}
+    assert documented == exposed
+
+
+def test_the_labels_of_the_metrics_are_in_the_table() -> None:
+    metrics = Metrics()
+    labels = {
+        name: list(collector._labelnames)
+        for collector, names in metrics.registry._collector_to_names.items()
+        for name in names
+    }
+    for row in table(read("monitoring.md"), "name"):
+        assert ticked(row[2]) == labels[ticked(row[0])[0]], row[0]
+
+
+def test_the_alerts_ask_for_metrics_that_exist() -> None:
+    documented = {ticked(row[0])[0] for row in table(read("monitoring.md"), "name")}
+    asked = {name for row in table(read("monitoring.md"), "when") for name in re.findall(r"forkd_\w+", row[0])}
+    assert asked
+    assert asked <= documented
+
+
+def test_the_fields_of_the_audit_log_are_those_of_the_code() -> None:
+    documented = [name for row in table(read("monitoring.md"), "field") for name in ticked(row[0])]
+    assert documented == [field.name for field in dataclasses.fields(AuditEntry)]
+
+
+# Crashes
+
+
+def test_the_states_are_those_of_the_code() -> None:
+    assert [ticked(row[0])[0] for row in table(read("crashes.md"), "state")] == [state.value for state in State]
+
+
+def test_the_transitions_are_those_that_are_allowed() -> None:
+    documented = {
+        (State(before), State(after))
+        for row in table(read("crashes.md"), "from")
+        for before in ticked(row[0])
+        for after in ticked(row[1])
+    }
+    allowed = {(before, after) for before, following in TRANSITIONS.items() for after in following}
+    assert documented == allowed
+
+
+def test_the_numbers_in_the_documents_are_those_of_the_code() -> None:
+    crashes, monitoring, security = read("crashes.md"), read("monitoring.md"), read("security.md")
+    assert f"{serve.DRAIN_S:g} s" in crashes
+    assert f"within {ADOPT_DEADLINE_S:g} s" in crashes
+    assert f"kept for {upkeep.DEAD_KEPT_S / 60:g} minutes" in crashes
+    assert f"for {upkeep.DEAD_KEPT_S / 60:g} minutes" in monitoring
+    assert f"At {audit.MAX_BYTES >> 20} MiB" in monitoring
+    assert {5: "five"}[audit.KEPT] in monitoring
+    assert f"the last {events.KEPT:,}" in monitoring
+    assert {0.5: "every half second"}[upkeep.TICK_S] in security
+    assert f"{ports.MAX_SERVED} connections" in security
+    assert upkeep.SPAWN_KEYS_KEPT_S == 24 * 3600 and "for a day" in security
+
+
+def test_the_fault_point_in_contributing_is_one() -> None:
+    (named,) = re.findall(r"FORKD_FAULT=([\w.]+)", (ROOT / "CONTRIBUTING.md").read_text())
+    assert named in faults.POINTS
+
+
+# The unit
+
+
+def test_the_unit_leaves_sandboxes_running_and_their_places_alone() -> None:
+    unit = parse_unit(UNIT.read_text())
+    assert unit["Type"] == ["notify"]
+    assert unit["KillMode"] == ["process"]
+    assert unit["Restart"] == ["on-failure"]
+    assert unit["RuntimeDirectoryPreserve"] == ["yes"]
+    assert unit["OOMPolicy"] == ["continue"]
+    variables = dict(word.split("=", 1) for word in " ".join(unit["Environment"]).split())
+    assert variables["FORKD_HOME"] == f"/var/lib/{unit['StateDirectory'][0]}"
+    assert variables["FORKD_RUNTIME_DIR"] == f"/run/{unit['RuntimeDirectory'][0]}"
+    assert not {"PrivateUsers", "PrivateDevices", "ProcSubset", "MemoryDenyWriteExecute"} & unit.keys()
+    for option in OPTIONS:
+        variables.pop(option.variable, None)
+    assert variables.keys() == {"FORKD_HOME", "FORKD_RUNTIME_DIR"}
+
+
+def test_the_unit_gives_the_daemon_more_time_than_it_takes() -> None:
+    unit = parse_unit(UNIT.read_text())
+    assert int(unit["TimeoutStopSec"][0]) > 2 * serve.DRAIN_S
+
+
+def test_every_line_of_the_unit_that_the_document_explains_is_in_it() -> None:
+    text = UNIT.read_text()
+    for row in table(read("install.md"), "line"):
+        for line in ticked(row[0]):
+            assert f"\n{line}" in text, line
+
+
+@_needs_analyze
+def test_systemd_finds_no_fault_in_the_unit(tmp_path: Path) -> None:
+    done = analyze(tmp_path, "verify")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@_needs_analyze
+def test_systemd_calls_the_unit_hardly_exposed(tmp_path: Path) -> None:
+    # At most 2 of 10; versions of systemd differ in what they count.
+    done = analyze(tmp_path, "security", "--offline=true", "--no-pager", "--threshold=20")
+    assert done.returncode == 0, done.stdout[-200:]
+
+
+@_needs_analyze
+def test_the_unit_refuses_system_calls_that_nobody_needs() -> None:
+    allowed = allowed_calls(parse_unit(UNIT.read_text()), read_sets())
+    assert allowed >= {"seccomp", "capset", "pidfd_open", "execve"}
+    assert not allowed & {"mount", "setuid", "chown", "ptrace", "bpf", "init_module", "keyctl", "reboot"}
+
+
+@_needs_filter
+def test_the_filter_of_the_unit_is_on_in_the_test() -> None:
+    done = subprocess.run(
+        [sys.executable, FILTER, UNIT, "--", "unshare", "--user", "true"],
+        capture_output=True,
+        text=True,
+        timeout=_TRY_S,
+    )
+    assert done.returncode != 0
+    assert "Operation not permitted" in done.stderr
+
+
+@_needs_filter
+def test_a_daemon_and_its_sandboxes_live_under_the_filter_of_the_unit(home: Home) -> None:
+    live_under_the_filter(home, "fake", "small")
+
+
+@_needs_filter
+@pytest.mark.vm
+def test_virtual_machines_live_under_the_filter_of_the_unit(fake_home: Home) -> None:
+    live_under_the_filter(fake_home, "qemu", "python")
+
+
+def live_under_the_filter(home: Home, engine: str, image: str) -> None:
+    prefix = [sys.executable, str(FILTER), str(UNIT), "--"]
+    with (
+        served(home, "--bind", "none", engine=engine, prefix=prefix) as daemon,
+        daemon.controller() as controller,
+    ):
+        controller.create_snapshot("warm", image, memory_mib=256, warm="past = 41", wait=True)
+        (made,) = controller.spawn_sandboxes("warm")
+        assert controller.exec_command(made["id"], ["sh", "-c", "echo $((6 * 7))"])["stdout"] == "42\n"
+        started = controller.start_process(made["id"], shell="sleep 1000")["pid"]
+        controller.pause_sandbox(made["id"])
+        controller.resume_sandbox(made["id"])
+        daemon.kill()
+    with (
+        served(home, "--bind", "none", "--on-stop", "kill", engine=engine, prefix=prefix) as daemon,
+        daemon.controller() as controller,
+    ):
+        assert controller.eval_code(made["id"], "past + 1")["result"] == "42"
+        # As crashes.md has it: commands end with their daemon, sandboxes do not.
+        assert controller.list_processes(made["id"]) == []
+        gone = controller.exec_command(made["id"], ["sh", "-c", f"kill -0 {started}"])
+        assert gone["exit_code"] != 0
+    assert find_marked(home.vms) == {}
+
+
+def analyze(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    # The unit's own program is not installed here, which would be all that is found.
+    copy = tmp_path / "forkd.service"
+    copy.write_text(re.sub(r"^ExecStart=\S+", f"ExecStart={sys.executable}", UNIT.read_text(), flags=re.MULTILINE))
+    return subprocess.run(["systemd-analyze", *words, copy], capture_output=True, text=True, timeout=_TRY_S)
+
+
+# README
+
+
+def test_the_readme_leads_to_a_sandbox_by_python_and_by_curl(home: Home) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (python,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (console,) = re.findall(r"```console\n(.*?)```", readme, re.DOTALL)
+    with served(home, "--bind", "127.0.0.1:0", "--on-stop", "kill") as daemon, daemon.controller() as controller:
+        controller.create_snapshot("warm", "small", warm="class numpy:\n  zeros = bytearray", wait=True)
+        variables = environment(home, "fake")
+        python = python.replace("numpy.zeros(5).tolist()", "list(numpy.zeros(5))")
+        shown = run([sys.executable, "-c", python], variables)
+        assert shown.endswith("[0, 0, 0, 0, 0]\n")
+        assert controller.list_sandboxes() == []
+        if shutil.which("curl") is None or shutil.which("jq") is None:
+            pytest.skip("curl or jq is not installed")
+        [address] = daemon.tcp_urls
+        script = "\n".join(line.removeprefix("$ ") for line in console.splitlines())
+        answer = run(["sh", "-ec", script.replace("http://127.0.0.1:8889", address)], variables)
+        assert '"exit_code": 0' in answer
+        assert controller.list_sandboxes() == []
+        assert set(re.findall(r"^# TYPE (\w+)", controller.metrics(), re.MULTILINE)) == {
+            ticked(row[0])[0] for row in table(read("monitoring.md"), "name")
+        }
+
+
+def run(command: list[str], variables: dict[str, str]) -> str:
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=_TRY_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
