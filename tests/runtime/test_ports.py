@@ -23,6 +23,7 @@ from forkd.guest.calls import Agent
 from forkd.host import peer
 from forkd.host.peer import find_owner, find_peer_uid, parse_answer, parse_table, render_question
 from forkd.model.machine import MachineSpec
+from forkd.runtime import numpy_version
 from forkd.runtime import ports as module
 from forkd.runtime.ports import HOST, AgentPorts
 from forkd.runtime.warmup import booted
@@ -132,7 +133,7 @@ def test_code_that_takes_too_long_is_an_error(run: Run, monkeypatch: pytest.Monk
 def test_the_version_of_numpy_is_asked_for_once_and_not_while_the_interpreter_is_busy(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_NUMPY_S", 0.2)
+    monkeypatch.setattr(numpy_version, "ASK_S", 0.2)
 
     async def body(ports: AgentPorts, agent: Agent) -> None:
         port = ports.open("a")

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING
 
 from forkd.cli.reach import Address
 from forkd.errors import Conflict, EngineFailed, ForkdError, HostLacks, Unreachable
-from forkd.host.paths import Home, find_home
+from forkd.host.paths import DAEMON_LOCK, Home, find_home
 
 if TYPE_CHECKING:
     from forkd.client.controller import Controller
 
 LOG_NAME = "daemon.log"
-LOCK_NAME = "daemon.lock"
 # Recovery of many sandboxes and the proof that KVM works take seconds on a busy machine.
 START_DEADLINE_S = 60.0
 # The daemon drains its requests for up to 30 s.
@@ -80,7 +79,7 @@ def is_owned(home: Home) -> bool:
     """Whether a process that still runs says it has this home or its runtime directory."""
     for directory in (home.root, home.runtime):
         try:
-            os.kill(int((directory / LOCK_NAME).read_text()), 0)
+            os.kill(int((directory / DAEMON_LOCK).read_text()), 0)
         except PermissionError:
             return True
         except (OSError, ValueError):

@@ -8,10 +8,11 @@ from contextlib import closing
 from typing import Any
 
 from forkd.cli.nouns import Nouns
+from forkd.cli.output import show_output
 from forkd.cli.plain import render_plain
 from forkd.cli.reach import add_daemon_options, connect
 from forkd.cli.sandbox_ids import add_sandbox, resolve
-from forkd.cli.tables import note, print_json
+from forkd.cli.tables import print_json
 from forkd.errors import InvalidInput
 
 _TIMEOUT_S = 60.0
@@ -40,13 +41,7 @@ def run(args: argparse.Namespace) -> int:
             return answer["exit_code"]
         with closing(controller.eval_stream(sandbox_id, code, args.timeout)) as events:
             for event in events:
-                if event.kind in ("stdout", "stderr"):
-                    output = sys.stdout.buffer if event.kind == "stdout" else sys.stderr.buffer
-                    output.write(event.data)
-                    output.flush()
-                elif event.kind == "gap":
-                    note(f"forkd: {event.body.get('bytes')} bytes of output came too fast and are lost")
-                elif event.kind == "result":
+                if not show_output(event) and event.kind == "result":
                     return _show(event.body)
     raise AssertionError("a stream ends with a result, or raises")
 

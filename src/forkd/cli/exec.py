@@ -11,10 +11,11 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from forkd.cli.nouns import Nouns
+from forkd.cli.output import show_output
 from forkd.cli.pairs import parse_environment
 from forkd.cli.reach import add_daemon_options, connect
 from forkd.cli.sandbox_ids import add_sandbox, resolve
-from forkd.cli.tables import note, print_json
+from forkd.cli.tables import print_json
 from forkd.errors import CommandNotStarted, GuestTimeout, InvalidInput
 
 if TYPE_CHECKING:
@@ -139,13 +140,7 @@ def _run_attached(controller: Controller, sandbox_id: str, args: argparse.Namesp
 def copy_output(events: Iterable[StreamEvent], timeout_s: float | None) -> int:
     """To our own standard output and error, as it comes; returns what to exit with."""
     for event in events:
-        if event.kind in ("stdout", "stderr"):
-            output = sys.stdout.buffer if event.kind == "stdout" else sys.stderr.buffer
-            output.write(event.data)
-            output.flush()
-        elif event.kind == "gap":
-            note(f"forkd: {event.body.get('bytes')} bytes of output came too fast and are lost")
-        elif event.kind == "exit":
+        if not show_output(event) and event.kind == "exit":
             return read_exit(event.body, timeout_s)
     raise AssertionError("a stream ends with an exit, or raises")
 

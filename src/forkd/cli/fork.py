@@ -21,11 +21,11 @@ from forkd.errors import ForkdError, InvalidInput, NotFound, Unreachable
 from forkd.model.machine import parse_count
 from forkd.model.names import parse_tag
 from forkd.wire.api import SandboxInfo
+from forkd.wire.endpoint import find_loopback_port
 
 if TYPE_CHECKING:
     from forkd.client.controller import Controller
 
-_LOOPBACK = ("127.0.0.1", "localhost")
 # What the daemon does to children of a `--settle-secs` whose command was killed outright: end them soon after.
 _SETTLE_SLACK_S = 60.0
 
@@ -114,13 +114,13 @@ def parse_target(text: str | None) -> int | None:
     """The port of FORKD_TARGET. Agents are reached through this machine's loopback, and only there."""
     if not text:
         return None
-    host, _, port = text.rpartition(":")
-    if host not in _LOOPBACK or not (port.isascii() and port.isdigit()) or not 1 <= int(port) <= 65535:
+    port = find_loopback_port(text)
+    if port is None:
         raise InvalidInput(
             f"FORKD_TARGET is {text!a}, and agents answer on 127.0.0.1 only",
             hint="Set it to 127.0.0.1 and a free port, such as 127.0.0.1:8888",
         )
-    return int(port)
+    return port
 
 
 def _check_settling(settle_s: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from forkd.errors import HostLacks
@@ -57,6 +58,15 @@ def add_nouns(parser: argparse.ArgumentParser, only: str | None) -> None:
             getattr(_import(noun), noun.add)(nouns)
         else:
             nouns.add_parser(name, help=noun.about)
+
+
+def add_action(
+    actions: Nouns[argparse.ArgumentParser], name: str, func: Callable[[argparse.Namespace], int], about: str
+) -> argparse.ArgumentParser:
+    """One of the commands that a noun has."""
+    parser = actions.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
+    parser.set_defaults(func=func)
+    return parser
 
 
 def explain_missing(error: ModuleNotFoundError) -> HostLacks:

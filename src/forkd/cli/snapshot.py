@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from forkd.cli.making import Order, make_snapshot
-from forkd.cli.nouns import Nouns
+from forkd.cli.nouns import Nouns, add_action
 from forkd.cli.plain import render_plain
 from forkd.cli.reach import add_daemon_options, connect
 from forkd.cli.tables import note, print_facts, print_json, print_rows, render_size, render_time
@@ -26,7 +25,7 @@ _SCRIPT_BYTES = 512 * 1024  # what the daemon takes
 def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
     parser = nouns.add_parser("snapshot", help="create, list, inspect and remove snapshots")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    create = _add_action(actions, "create", run_create, "boot an image, warm it up and freeze it")
+    create = add_action(actions, "create", run_create, "boot an image, warm it up and freeze it")
     create.add_argument("--tag", required=True, metavar="NEW_TAG", help="the snapshot's name")
     create.add_argument("--image", required=True, metavar="IMAGE", help="name or id of the image to boot")
     create.add_argument("--memory", type=int, default=512, metavar="MIB", help="guest memory (default 512)")
@@ -36,11 +35,11 @@ def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
     create.add_argument("--warm-command", metavar="COMMAND", help="shell command to run in the guest")
     create.add_argument("--warm-timeout", type=float, default=300.0, metavar="S", help="for each of them (default 300)")
     create.add_argument("--replace", action="store_true", help="replace a snapshot of this tag")
-    listing = _add_action(actions, "ls", run_ls, "list the snapshots")
+    listing = add_action(actions, "ls", run_ls, "list the snapshots")
     listing.add_argument("-q", "--quiet", action="store_true", help="print tags only")
-    inspect = _add_action(actions, "inspect", run_inspect, "show all about a snapshot")
+    inspect = add_action(actions, "inspect", run_inspect, "show all about a snapshot")
     inspect.add_argument("tag", metavar="TAG")
-    remove = _add_action(actions, "rm", run_rm, "remove snapshots; one that is being made is given up")
+    remove = add_action(actions, "rm", run_rm, "remove snapshots; one that is being made is given up")
     remove.add_argument("tag", nargs="+", metavar="TAG")
     for action in actions.choices.values():
         action.add_argument("--json", action="store_true", help="print JSON")
@@ -166,11 +165,3 @@ def _check_text(code: str) -> None:
         code.encode()
     except UnicodeEncodeError:
         raise InvalidInput("The warm-up is not UTF-8 text", hint="Put it into a script saved as UTF-8") from None
-
-
-def _add_action(
-    actions: Nouns[argparse.ArgumentParser], name: str, func: Callable[[argparse.Namespace], int], about: str
-) -> argparse.ArgumentParser:
-    parser = actions.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
-    parser.set_defaults(func=func)
-    return parser

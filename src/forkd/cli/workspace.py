@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from forkd.cli.nouns import Nouns
+from forkd.cli.nouns import Nouns, add_action
 from forkd.cli.reach import add_daemon_options, connect
 from forkd.cli.tables import note, print_json, print_rows, render_age
 from forkd.model.names import parse_tag
@@ -16,18 +16,18 @@ from forkd.wire.api import WorkspaceInfo
 def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
     parser = nouns.add_parser("workspace", help="create, list, suspend, resume and remove workspaces")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    create = _add_action(actions, "create", run_create, "fork a snapshot into a workspace")
+    create = add_action(actions, "create", run_create, "fork a snapshot into a workspace")
     create.add_argument("name", metavar="NAME", help="1 to 64 letters, digits, '-' or '_'")
     create.add_argument("--snapshot", required=True, metavar="TAG", help="the snapshot to fork")
     create.add_argument("--memory-limit-mib", type=int, metavar="MIB", help="end it when its own memory grows beyond")
     create.add_argument("--per-child-netns", action="store_true", help="as in forkd; see docs/rest.md")
-    _add_action(actions, "ls", run_ls, "list the workspaces")
+    add_action(actions, "ls", run_ls, "list the workspaces")
     for name, func, about in (
         ("suspend", run_suspend, "suspend workspaces"),
         ("resume", run_resume, "let suspended workspaces go on; a stale one starts again from its snapshot"),
         ("rm", run_rm, "remove workspaces and their sandboxes"),
     ):
-        action = _add_action(actions, name, func, about)
+        action = add_action(actions, name, func, about)
         action.add_argument("name", nargs="+", metavar="WORKSPACE")
     for action in actions.choices.values():
         action.add_argument("--json", action="store_true", help="print JSON")
@@ -99,11 +99,3 @@ def _print(infos: Sequence[WorkspaceInfo]) -> None:
         for info in infos
     )
     print_rows(("NAME", "STATUS", "SNAPSHOT", "SANDBOX", "AGE", "ACTIVE"), rows)
-
-
-def _add_action(
-    actions: Nouns[argparse.ArgumentParser], name: str, func: Callable[[argparse.Namespace], int], about: str
-) -> argparse.ArgumentParser:
-    parser = actions.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
-    parser.set_defaults(func=func)
-    return parser

@@ -13,6 +13,7 @@ from forkd.client.calls.commands import MAX_TIMEOUT_S, Command
 from forkd.client.calls.sandboxes import Spawn
 from forkd.errors import Conflict, ForkdError, GuestDied, InvalidInput, NotFound, NotRunning
 from forkd.wire.api import FileInfo, FileListing, ProcessInfo, SandboxInfo, SnapshotInfo
+from forkd.wire.endpoint import find_loopback_port
 
 DEFAULT_TAG = "pyagent"
 GUEST_HOME = "/root"
@@ -151,10 +152,10 @@ def command_of(
 
 
 def _port_of(target: str) -> int:
-    host, _, port = target.rpartition(":")
-    if host not in ("127.0.0.1", "localhost") or not port.isdecimal():
+    port = find_loopback_port(target)
+    if port is None:
         raise InvalidInput(f"{target!a} is no address for a sandbox", hint="Sandboxes answer at 127.0.0.1:<port>")
-    return int(port)
+    return port
 
 
 def start_command(sandbox_id: str, command: Command) -> Plan[int]:

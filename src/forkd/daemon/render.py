@@ -116,11 +116,10 @@ def render_workspace(record: WorkspaceRecord) -> WorkspaceInfo:
 
 
 def render_exec(result: CommandResult) -> ExecResponse:
-    code = result.exit_code if result.exit_code is not None else -(result.signal or 0)
     return {
         "stdout": render_output(result.stdout),
         "stderr": render_output(result.stderr),
-        "exit_code": code,
+        "exit_code": result.returncode,
         "truncated": result.output_truncated,
     }
 

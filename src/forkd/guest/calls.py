@@ -147,16 +147,8 @@ class Agent(FileCalls):
     ) -> CommandResult:
         """Run a command to its end. Its exit code and its deadline are results, not errors."""
         process = await self.start(command, cwd=cwd, env=env, user=user, stdin=input is not None, timeout_s=timeout_s)
-        async with process:
-            if input is None:
-                return await process.wait(max_output_bytes=max_output_bytes)
-            feeding = asyncio.create_task(_feed(process, input))
-            try:
-                return await process.wait(max_output_bytes=max_output_bytes)
-            finally:
-                # What it failed of, if it did, ended the exchange too; and it would write on to a program that is gone.
-                feeding.cancel()
-                await asyncio.gather(feeding, return_exceptions=True)
+        async with process, process.fed(input):
+            return await process.wait(max_output_bytes=max_output_bytes)
 
     def close(self) -> None:
         self.channel.close()
@@ -194,11 +186,6 @@ class _Eval(Exchange):
         self.acknowledge(len(payload))
         if self._on_output is not None:
             self._on_output("stdout" if output_kind(flags) == STDOUT else "stderr", payload)
-
-
-async def _feed(process: Process, data: bytes) -> None:
-    await process.write_stdin(data)
-    process.close_stdin()
 
 
 def timeout_ms(timeout_s: float) -> int:

@@ -7,6 +7,7 @@ import json
 import signal as signals
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -88,6 +89,24 @@ class Process(Exchange):
 
     def close_stdin(self) -> None:
         self.send_control(END)
+
+    @asynccontextmanager
+    async def fed(self, data: bytes | None) -> AsyncIterator[None]:
+        """Inside the block `data` is written as the program reads it, and its input then closed. None: neither."""
+        if data is None:
+            yield
+            return
+        feeding = asyncio.create_task(self._feed(data))
+        try:
+            yield
+        finally:
+            # What it failed of, if it did, ended the exchange too; and it would write on to a program that is gone.
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
+
+    async def _feed(self, data: bytes) -> None:
+        await self.write_stdin(data)
+        self.close_stdin()
 
     def signal(self, number: int = signals.SIGTERM, *, group: bool = True) -> None:
         self._control({"signal": int(number), "group": group})

@@ -68,6 +68,11 @@ class CommandResult:
     def ok(self) -> bool:
         return self.exit_code == 0
 
+    @property
+    def returncode(self) -> int:
+        """In one number, as in subprocess: negative for a signal."""
+        return self.exit_code if self.exit_code is not None else -(self.signal or 0)
+
 
 class Collected:
     """Output, kept up to a limit per kind; the rest is counted as gone."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from forkd.errors import HostLacks
 from forkd.wire.endpoint import find_runtime_directory
 
+# In the root and in the runtime directory of a home that a daemon has; its pid is inside.
+DAEMON_LOCK = "daemon.lock"
 # sun_path holds 108 bytes; a runtime directory has to leave room for "<session>/<machine id>/agent.sock".
 _MAX_RUNTIME_BYTES = 60
 

@@ -41,7 +41,11 @@ def admit_children(n: int, capacity: Capacity) -> int:
             f"({RESERVE_MIB} MiB of them stay reserved)",
             hint=f"Fork at most {room} now, or free some memory",
         )
-    return min(n, max(1, capacity.cpus * STARTS_PER_CPU))
+    return min(n, starts_at_once(capacity))
+
+
+def starts_at_once(capacity: Capacity) -> int:
+    return max(1, capacity.cpus * STARTS_PER_CPU)
 
 
 def admit_boot(memory_mib: int, capacity: Capacity, disk_mib: int) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 from forkd.engines.base import Engine
 from forkd.errors import Conflict, NotFound
 from forkd.host.files import owned
-from forkd.host.paths import Home, ensure_private
+from forkd.host.paths import DAEMON_LOCK, Home, ensure_private
 from forkd.model.sandbox import OnTimeout, SandboxRecord, SandboxSpec, State
 from forkd.runtime.adoption import recover
 from forkd.runtime.events import EventLog
@@ -25,7 +25,6 @@ from forkd.runtime.spawning import Spawned, Spawner
 from forkd.runtime.upkeep import keep_up
 from forkd.runtime.workspaces import Workspaces
 
-_LOCK = "daemon.lock"
 _KILLS_AT_ONCE = 16
 
 
@@ -158,6 +157,6 @@ def _owned_home(home: Home) -> Iterator[None]:
     home.root.mkdir(parents=True, exist_ok=True)
     ensure_private(home.vms)
     hint = "Use it, or stop it with: forkd down"
-    with owned(home.root / _LOCK, f"A daemon for {home.root} runs already", hint):
-        with owned(home.runtime / _LOCK, f"A daemon in {home.runtime} runs already", hint):
+    with owned(home.root / DAEMON_LOCK, f"A daemon for {home.root} runs already", hint):
+        with owned(home.runtime / DAEMON_LOCK, f"A daemon in {home.runtime} runs already", hint):
             yield

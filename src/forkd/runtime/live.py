@@ -10,6 +10,7 @@ from forkd.engines.base import Machine
 from forkd.errors import ForkdError, GuestTimeout
 from forkd.guest.calls import Agent
 from forkd.model.sandbox import State
+from forkd.runtime.numpy_version import NumpyVersion
 from forkd.runtime.processes import Processes
 from forkd.runtime.sandbox import raise_explained
 
@@ -25,6 +26,7 @@ class LiveSandbox:
         self.state = state
         self.lock = asyncio.Lock()
         self.processes = Processes(lambda: self.agent)
+        self.numpy_version = NumpyVersion()
         self._agent = agent
         self._connecting = asyncio.Lock()
 

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from forkd.errors import Conflict, ForkdError, GuestTimeout, HostLacks, InvalidInput, NoCapacity, Unauthorized
+from forkd.errors import Conflict, ForkdError, HostLacks, InvalidInput, NoCapacity, Unauthorized
 from forkd.guest.calls import Agent
 from forkd.guest.results import CommandResult, EvalResult
 from forkd.host.peer import find_peer_uid
+from forkd.runtime.numpy_version import NumpyVersion
 from forkd.wire.forkd_agent import (
     MAX_LINE_BYTES,
-    NOT_INSTALLED,
     Eval,
     Exec,
     Ping,
@@ -38,22 +38,11 @@ REQUEST_S = 10.0  # to send the request
 EVAL_S = 30.0  # the SDK waits 35 s for an answer
 _REPLY_S = 30.0  # to take the answer
 _LINGER_S = 1.0  # for what the client still sends, as closing on it could destroy the answer
-_NUMPY_S = 2.0
 _MAX_CONNECTIONS = 4 * MAX_SERVED  # served and being refused; the rest waits in the kernel
 _BACKLOG = 512  # an overflow resets connections that have asked already
 _ACCEPT_AT_ONCE = 16
 _ACCEPT_RETRY_S = 0.5  # when this process is out of descriptors
 _READ_BYTES = 64 * 1024
-_UNKNOWN = "unknown"
-
-# Without importing it: that can take seconds, and would be ours, not the user's.
-_NUMPY_VERSION = f"""\
-__import__('sys').modules['numpy'].__version__ if 'numpy' in __import__('sys').modules else next(
-    (name[6:].rpartition('.')[0]
-     for entry in __import__('sys').path if __import__('os').path.isdir(entry)
-     for name in __import__('os').listdir(entry)
-     if name.startswith('numpy-') and name.endswith(('.dist-info', '.egg-info'))),
-    {NOT_INSTALLED!r})"""
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +100,7 @@ class _Port:
         self._loop = asyncio.get_running_loop()
         self._conversations: set[asyncio.Task[None]] = set()
         self._served = 0
-        self._numpy_version: str | None = None
+        self._numpy_version = NumpyVersion()
         self._retry: asyncio.TimerHandle | None = None
         self._listening = False
 
@@ -221,15 +210,10 @@ class _Port:
     async def _do(self, agent: Agent, request: Ping | Exec | Eval) -> bytes:
         if isinstance(request, Ping):
             info = await agent.ping()
-            return render_pong(await self._ask_numpy_version(agent), info.pid)
+            return render_pong(await self._numpy_version.ask(agent), info.pid)
         if isinstance(request, Exec):
             return render_command(await agent.run(request.args, timeout_s=request.timeout_s), request.timeout_s)
         return render_evaluation(await agent.eval(request.code, timeout_s=EVAL_S), EVAL_S)
-
-    async def _ask_numpy_version(self, agent: Agent) -> str:
-        if self._numpy_version is None:
-            self._numpy_version = await find_numpy_version(agent)
-        return self._numpy_version or _UNKNOWN
 
 
 class _Incoming:
@@ -262,21 +246,10 @@ class _Incoming:
         return data
 
 
-async def find_numpy_version(agent: Agent) -> str | None:
-    """The version a guest has, `not-installed`, or None when it could not be asked, as its interpreter is busy."""
-    try:
-        result = await agent.eval(_NUMPY_VERSION, timeout_s=_NUMPY_S, max_output_bytes=0)
-    except GuestTimeout:
-        return None
-    version = result.value
-    return version if isinstance(version, str) and len(version) < 100 else None
-
-
 def render_command(result: CommandResult, timeout_s: float) -> bytes:
     if result.timed_out:
         return render_failure("GuestTimeout", f"The command did not end within {timeout_s:g} s and was killed")
-    code = result.exit_code if result.exit_code is not None else -(result.signal or 0)
-    return render_exec(result.stdout, result.stderr, code, truncated=result.output_truncated)
+    return render_exec(result.stdout, result.stderr, result.returncode, truncated=result.output_truncated)
 
 
 def render_evaluation(result: EvalResult, timeout_s: float) -> bytes:

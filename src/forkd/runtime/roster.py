@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forkd.engines.base import Death, Engine, tail_of
+from forkd.engines.machine import CONSOLE
 from forkd.errors import ForkdError, GuestDied, InvalidInput, NotRunning
 from forkd.host.marked import kill_marked
 from forkd.host.paths import Home
@@ -70,7 +71,7 @@ class Roster:
         return live.answering()
 
     def console(self, sandbox_id: str) -> str:
-        return tail_of(self.directory(self.get(sandbox_id).id) / "console.log", CONSOLE_BYTES)
+        return tail_of(self.directory(self.get(sandbox_id).id) / CONSOLE, CONSOLE_BYTES)
 
     # Changing
 

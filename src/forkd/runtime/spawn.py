@@ -15,7 +15,7 @@ from forkd.guest.identity import become
 from forkd.model.identity import Identity, new_identity
 from forkd.model.machine import parse_count
 from forkd.model.sandbox import new_sandbox_id
-from forkd.runtime.admission import STARTS_PER_CPU, admit_children, look
+from forkd.runtime.admission import admit_children, look, starts_at_once
 from forkd.runtime.faults import reach
 from forkd.runtime.sandbox import Sandbox, raise_explained
 
@@ -52,7 +52,7 @@ async def fork_children(
     capacity = look()
     admit_children(1 if allow_partial else parse_count(len(identities)), capacity)
     engine.check(frozen)
-    gate = gate or asyncio.Semaphore(capacity.cpus * STARTS_PER_CPU)
+    gate = gate or asyncio.Semaphore(starts_at_once(capacity))
     ready: dict[str, Sandbox] = {}
     errors: dict[str, ForkdError] = {}
 

@@ -6,22 +6,21 @@ A request may carry a key of its sender's choice: sent again, it is answered wit
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from dataclasses import dataclass, replace
 
 from forkd.errors import Conflict, NotFound
-from forkd.model.identity import check_env, new_identity
+from forkd.model.identity import check_env
 from forkd.model.machine import parse_count
-from forkd.model.sandbox import SandboxRecord, SandboxSpec, State, new_sandbox_id
-from forkd.runtime.admission import STARTS_PER_CPU, admit_children, look
+from forkd.model.sandbox import SandboxRecord, SandboxSpec, State
+from forkd.runtime.admission import admit_children, look, starts_at_once
 from forkd.runtime.faults import reach
 from forkd.runtime.live import LiveSandbox
 from forkd.runtime.registry import IdempotencyKey, check_same_request
 from forkd.runtime.roster import Roster
 from forkd.runtime.sandbox import Sandbox
 from forkd.runtime.snapshots import Snapshots
-from forkd.runtime.spawn import Forked, fork_children, kill_all
+from forkd.runtime.spawn import Forked, fork_children, kill_all, new_identities
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Spawner:
         self._roster = roster
         self._snapshots = snapshots
         self._starting = 0
-        self._gate = asyncio.Semaphore(max(1, len(os.sched_getaffinity(0)) * STARTS_PER_CPU))
+        self._gate = asyncio.Semaphore(starts_at_once(look()))
         self._under_way: dict[tuple[str, str], tuple[str, asyncio.Future[Spawned]]] = {}
 
     async def spawn(self, spec: SandboxSpec, key: IdempotencyKey | None) -> Spawned:
@@ -74,7 +73,7 @@ class Spawner:
         async with self._snapshots.held(spec.snapshot_tag) as frozen:
             admit_children(spec.n + self._starting, look())
             reach("spawn.begun")
-            identities = [new_identity(new_sandbox_id(), env=spec.env) for _ in range(spec.n)]
+            identities = new_identities(spec.n, env=spec.env)
             ids = [identity.sandbox_id for identity in identities]
             self._starting += spec.n
             try:

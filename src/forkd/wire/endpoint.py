@@ -11,6 +11,14 @@ DEFAULT_URL = f"http://{DEFAULT_BIND}"
 SOCKET_NAME = "forkd.sock"
 
 
+def find_loopback_port(address: str) -> int | None:
+    """The port of `host:port` where that is this machine's own, as every sandbox's is; None for any other text."""
+    host, _, port = address.rpartition(":")
+    if host not in ("127.0.0.1", "localhost") or not (port.isascii() and port.isdigit()):
+        return None
+    return int(port) if 1 <= int(port) <= 65535 else None
+
+
 def find_runtime_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
     """FORKD_RUNTIME_DIR, else the system's place for sockets and pids of this user. None where there are no users."""
     if explicit := environ.get("FORKD_RUNTIME_DIR"):

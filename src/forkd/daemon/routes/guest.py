@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
@@ -27,10 +26,8 @@ from forkd.daemon.state import Call, call_of
 from forkd.daemon.turns import Kind, turn
 from forkd.errors import GuestTimeout, InvalidInput
 from forkd.guest.files import check_path
-from forkd.guest.process import Process
 from forkd.guest.results import EvalResult
 from forkd.runtime.live import LiveSandbox
-from forkd.runtime.ports import find_numpy_version
 
 router = APIRouter()
 
@@ -38,9 +35,6 @@ router = APIRouter()
 GRACE_S = 60.0
 PING_S = 10.0
 MAX_BACKLOG_BYTES = 4 * 1024 * 1024
-_UNKNOWN = "unknown"
-
-_numpy_versions: weakref.WeakKeyDictionary[LiveSandbox, str] = weakref.WeakKeyDictionary()
 
 
 @asynccontextmanager
@@ -60,10 +54,8 @@ async def guest(request: Request, id: str, limit_s: float, kind: Kind = Kind.CAL
 async def ping_sandbox(request: Request, id: Id) -> Response:
     async with guest(request, id, GRACE_S) as live:
         info = await live.agent.ping(deadline_s=PING_S)
-        version = _numpy_versions.get(live) or await find_numpy_version(live.agent)
-        if version is not None:
-            _numpy_versions[live] = version
-    pong = {"pong": True, "numpy_version": version or _UNKNOWN, "pid": info.pid}
+        version = await live.numpy_version.ask(live.agent)
+    pong = {"pong": True, "numpy_version": version, "pid": info.pid}
     return Json(pong | {"agent_lang": "python", "warmup_ready": True})
 
 
@@ -183,32 +175,13 @@ async def _stream_exec(call: Call, id: str, body: ExecBody) -> AsyncGenerator[by
             stdin=given is not None,
             timeout_s=body.timeout_secs,
         )
-        async with process, _fed(process, given):
+        async with process, process.fed(given):
             yield render_event("start", {"pid": process.pid})
             async for kind, data in process:
                 yield render_data(kind, data)
             result = await process.wait()
     call.daemon.metrics.exec_s.observe(time.perf_counter() - begun)
     yield render_exit(result.exit_code, result.signal, result.timed_out)
-
-
-@asynccontextmanager
-async def _fed(process: Process, data: bytes | None) -> AsyncIterator[None]:
-    if data is None:
-        yield
-        return
-    feeding = asyncio.create_task(_feed(process, data))
-    try:
-        yield
-    finally:
-        # What it failed of, if it did, ended the exchange too.
-        feeding.cancel()
-        await asyncio.gather(feeding, return_exceptions=True)
-
-
-async def _feed(process: Process, data: bytes) -> None:
-    await process.write_stdin(data)
-    process.close_stdin()
 
 
 async def _stream_eval(call: Call, id: str, body: EvalBody) -> AsyncGenerator[bytes, None]:
