@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import forkd
-from forkd.host import capacity, cgroup, devices, places, programs, system, userns
+from forkd.host import capacity, cgroup_probe, devices, places, programs, system, userns
 from forkd.host.finding import Finding, Status
 from forkd.host.kvm_probe import KvmHints, KvmState, KvmVerdict
 from forkd.host.paths import Home
@@ -21,9 +21,9 @@ from forkd.host.probe import guarded, judge_kvm, probe_host
 
 GIB = 1 << 30
 NAMES = [
-    "system", "architecture", "python", "qemu", "tcg", "kvm", "setpriv", "mmdebstrap", "mkfs.erofs", "busybox",
-    "namespaces", "memory", "home", "runtime directory", "open files", "processes", "cgroup v2", "userfaultfd",
-    "tun", "nft", "firecracker",
+    "system", "architecture", "python", "qemu", "tcg", "qemu with kvm", "kvm", "firecracker", "jailer", "setpriv",
+    "mmdebstrap", "mkfs.erofs", "busybox", "namespaces", "memory", "home", "runtime directory", "open files",
+    "processes", "cgroup v2", "limits", "userfaultfd", "tun", "nft",
 ]  # fmt: skip
 
 
@@ -153,15 +153,17 @@ def test_a_dynamic_busybox_is_a_failure(tmp_path: Path, monkeypatch: pytest.Monk
 # --- KVM as a finding ---
 
 
-def test_kvm_counts_only_when_qemu_can_use_it() -> None:
+def test_kvm_is_judged_by_itself_and_qemu_by_what_it_was_built_with() -> None:
     usable = KvmVerdict(KvmState.USABLE, "fast", None, KvmHints(("kvm_amd",), "svm"))
-    assert judge_kvm(usable, frozenset({"tcg", "kvm"})).status is Status.OK
-    assert judge_kvm(usable, frozenset({"tcg"})).status is Status.WARN
+    assert judge_kvm(usable).status is Status.OK
+    assert programs.judge_qemu_kvm(frozenset({"tcg", "kvm"})).status is Status.OK
+    without = programs.judge_qemu_kvm(frozenset({"tcg"}))
+    assert without.status is Status.WARN and without.remedy
 
 
 @pytest.mark.parametrize("state", [state for state in KvmState if state is not KvmState.USABLE])
 def test_kvm_that_cannot_be_used_warns_with_its_state_first(state: KvmState) -> None:
-    finding = judge_kvm(KvmVerdict(state, "because"), frozenset({"tcg", "kvm"}))
+    finding = judge_kvm(KvmVerdict(state, "because"))
     assert finding.status is Status.WARN
     assert finding.found.startswith(f"{state.value}: ")
 
@@ -209,10 +211,10 @@ def test_open_files_are_counted_in_children(soft: int, hard: int, status: Status
 
 
 def test_the_smallest_process_limit_counts() -> None:
-    group = cgroup.CgroupLimits(pids_max=200)
+    group = cgroup_probe.CgroupLimits(pids_max=200)
     assert capacity.judge_processes([32768, None], group).status is Status.WARN
-    assert capacity.judge_processes([32768, None], cgroup.CgroupLimits()).status is Status.OK
-    assert capacity.judge_processes([None], cgroup.CgroupLimits()).status is Status.OK
+    assert capacity.judge_processes([32768, None], cgroup_probe.CgroupLimits()).status is Status.OK
+    assert capacity.judge_processes([None], cgroup_probe.CgroupLimits()).status is Status.OK
 
 
 def test_control_group_limits_of_either_version_are_found(tmp_path: Path) -> None:
@@ -226,12 +228,12 @@ def test_control_group_limits_of_either_version_are_found(tmp_path: Path) -> Non
     (two / "pids.max").write_text("77\n")
     (one.parent / "memory.limit_in_bytes").write_text("1000\n")
     (one.parent / "memory.usage_in_bytes").write_text("400\n")
-    assert cgroup.probe_limits(tmp_path, own) == cgroup.CgroupLimits(600, 77)
+    assert cgroup_probe.probe_limits(tmp_path, own) == cgroup_probe.CgroupLimits(600, 77)
 
 
 def test_a_container_without_control_groups_has_no_limits(tmp_path: Path) -> None:
-    assert cgroup.probe_limits(tmp_path, tmp_path / "none") == cgroup.CgroupLimits()
-    assert cgroup.probe_cgroup(tmp_path).found == "not mounted"
+    assert cgroup_probe.probe_limits(tmp_path, tmp_path / "none") == cgroup_probe.CgroupLimits()
+    assert cgroup_probe.probe_cgroup(tmp_path).found == "not mounted"
 
 
 # --- places ---

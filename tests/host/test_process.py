@@ -36,8 +36,8 @@ _DIE_BEFORE_THE_CHILD_IS_LET_GO = """
 import asyncio, os, signal, sys
 from pathlib import Path
 from forkd.host import process
-def die(popen, name):
-    print(popen.pid, flush=True)
+def die(pid, name):
+    print(pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 process._watch = die
 async def main():

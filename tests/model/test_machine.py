@@ -7,7 +7,15 @@ import math
 import pytest
 
 from forkd.errors import InvalidInput
-from forkd.model.machine import MAX_CHILDREN, MAX_MEMORY_MIB, MAX_VCPUS, MIN_MEMORY_MIB, MachineSpec, parse_count
+from forkd.model.machine import (
+    CPU_TEMPLATES,
+    MAX_CHILDREN,
+    MAX_MEMORY_MIB,
+    MAX_VCPUS,
+    MIN_MEMORY_MIB,
+    MachineSpec,
+    parse_count,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +38,15 @@ def test_vcpus_out_of_bounds_are_refused_with_what_is_allowed(vcpus: int) -> Non
     with pytest.raises(InvalidInput, match="vCPUs") as caught:
         MachineSpec(vcpus=vcpus)
     assert caught.value.hint is not None and str(MAX_VCPUS) in caught.value.hint
+
+
+def test_cpu_templates_are_those_of_firecracker_or_none() -> None:
+    assert MachineSpec().cpu_template is None
+    assert [MachineSpec(cpu_template=name).cpu_template for name in CPU_TEMPLATES] == list(CPU_TEMPLATES)
+    for name in ("", "t2", "T3", "None", "T2 "):
+        with pytest.raises(InvalidInput, match="CPU template") as caught:
+            MachineSpec(cpu_template=name)
+        assert caught.value.hint is not None and "T2CL" in caught.value.hint
 
 
 def test_a_count_within_bounds_is_taken() -> None:

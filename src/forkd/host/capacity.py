@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-from forkd.host.cgroup import CgroupLimits, probe_limits
+from forkd.host.cgroup_probe import CgroupLimits, probe_limits
 from forkd.host.finding import Finding, Status
 from forkd.host.memory import parse_kib_table
 

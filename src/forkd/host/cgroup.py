@@ -1,87 +1,299 @@
-"""What control groups this process is in allow it, version 2 or 1. Reading only."""
+"""Control groups (version 2) of VMs, one each: made with its limits before the VM starts, removed when it is over.
+
+    <base>/<digest of where the VM's directory is>/<name of the directory>
+
+The path follows from the directory, so whoever knows that finds the group without anything having been written down.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import errno
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from forkd.host.finding import Finding, Status
+from forkd.errors import EngineFailed, Unsupported
+from forkd.host.cgroup_place import LEAF, OWN, ROOT, Lack, Place, find_lack, find_place
+from forkd.model.limits import NO_LIMITS, Limits
 
-_ROOT = Path("/sys/fs/cgroup")
-_OWN = Path("/proc/self/cgroup")
-# Version 1 writes 'no limit' as a huge number.
-_NO_LIMIT = 1 << 60
+_MIB = 1 << 20
+_CPU_PERIOD_US = 100_000
+_DIGEST_CHARS = 12
+_REMOVE_DEADLINE_S = 10.0
+_REMOVE_RETRY_S = 0.005
+# How often another thread or forkd may take away the directory that we are about to make a group in.
+_TRIES = 100
+# What the kernel says of a group that was removed before, and of one that is removed just now.
+_GONE = (errno.ENOENT, errno.ENODEV)
+
+_BLOCK_DEVICES = Path("/sys/dev/block")
+# What each controller is for.
+LIMITS = {
+    "memory": "A memory limit",
+    "cpu": "A CPU limit",
+    "pids": "A limit of processes",
+    "io": "A limit of disk I/O",
+}
+_FIELDS = {"memory": "memory_mib", "cpu": "cpus", "pids": "pids", "io": "io_mib_s"}
+# Absent where the kernel knows no swap.
+_OPTIONAL = frozenset({"memory.swap.max"})
 
 
 @dataclass(frozen=True)
-class CgroupLimits:
-    """None where there is no limit, or none that can be seen."""
+class Group:
+    path: Path
 
-    memory_left_bytes: int | None = None
-    pids_max: int | None = None
-
-
-def probe_cgroup(root: Path = _ROOT) -> Finding:
-    for place in (root, root / "unified"):
+    def add(self, pid: int) -> None:
+        """From here on all limits hold for it and for all it starts."""
         try:
-            controllers = (place / "cgroup.controllers").read_text().split()
-        except OSError:
-            continue
-        return Finding("cgroup v2", Status.INFO, " ".join(controllers) or f"no controllers in it, at {place}")
-    return Finding("cgroup v2", Status.INFO, "not mounted")
+            _write(self.path / "cgroup.procs", str(pid))
+        except ProcessLookupError:
+            pass  # it ended before; whoever watches it is told
+        except OSError as error:
+            raise EngineFailed(f"Could not put process {pid} into {self.path}: {error.strerror}") from error
+
+    def out_of_memory(self) -> bool:
+        """Whether the kernel has killed for its memory limit."""
+        return _read_table(self.path / "memory.events").get("oom_kill", 0) > 0
+
+    def cpu_seconds(self) -> float:
+        return _read_table(self.path / "cpu.stat").get("usage_usec", 0) / 1e6
+
+    def remove(self) -> None:
+        """End what is in it, and remove it. Safe to repeat."""
+        deadline = time.monotonic() + _REMOVE_DEADLINE_S
+        while self.path.exists():
+            _kill_all(self.path)
+            if not _is_populated(self.path) and _remove_tree(self.path):
+                break
+            if time.monotonic() > deadline:
+                raise EngineFailed(f"Processes in {self.path} do not end", hint="Is their memory or disk stuck?")
+            time.sleep(_REMOVE_RETRY_S)
+        for emptied in self.path.parents[:2]:
+            with contextlib.suppress(OSError):
+                emptied.rmdir()
 
 
-def probe_limits(root: Path = _ROOT, own: Path = _OWN) -> CgroupLimits:
+def make_group(
+    directory: Path, limits: Limits = NO_LIMITS, files: Sequence[Path] = (), *, root: Path = ROOT, own: Path = OWN
+) -> Group:
+    """The group of a VM that is about to start in `directory` and reads `files`. Or Unsupported, and none is left."""
+    place = find_place(root, own)
+    if isinstance(place, Lack):
+        raise _unsupported(next(iter(_controllers(limits)), None), place)
+    for controller in _controllers(limits):
+        if lack := find_lack(place, controller):
+            raise _unsupported(controller, lack)
+    devices = find_devices(files) if limits.io_mib_s is not None else []
+    group = Group(_group_path(place, directory))
+    if group.path.exists():
+        group.remove()  # of a VM that was there before us
+    _make(place, group.path, _controllers(limits))
     try:
-        groups = parse_groups(own.read_text())
-    except OSError:
-        return CgroupLimits()
-    memory = [_left(path, limit, used) for path, limit, used in _memory_files(root, groups)]
-    pids = [_read_number(path / "pids.max") for path in _places(root, groups, "pids")]
-    return CgroupLimits(_smallest(memory), _smallest(pids))
+        for name, value in render_settings(limits, devices):
+            _set(group.path / name, value)
+    except BaseException:
+        group.remove()
+        raise
+    return group
 
 
-def parse_groups(text: str) -> dict[str, str]:
-    """Controller to path; version 2 is the controller with the empty name."""
-    groups: dict[str, str] = {}
-    for line in text.splitlines():
-        _, _, rest = line.partition(":")
-        controllers, colon, path = rest.partition(":")
-        if colon:
-            groups.update(dict.fromkeys(controllers.split(","), path))
-    return groups
+def enforceable(limits: Limits, *, root: Path = ROOT, own: Path = OWN) -> Limits:
+    """Those of them that this host has controllers for."""
+    place = find_place(root, own)
+    lacking = [controller for controller in _controllers(limits) if find_lack(place, controller)]
+    return replace(limits, **{_FIELDS[controller]: None for controller in lacking})
 
 
-def _memory_files(root: Path, groups: dict[str, str]) -> list[tuple[Path, str, str]]:
-    found = []
-    for path in _places(root, groups, "memory"):
-        found.append((path, "memory.max", "memory.current"))
-        found.append((path, "memory.limit_in_bytes", "memory.usage_in_bytes"))
-    return found
-
-
-def _places(root: Path, groups: dict[str, str], controller: str) -> list[Path]:
-    """Our group and those above it, in either version; in a container the path may not exist, the root does."""
-    places: list[Path] = []
-    for base, path in ((root, groups.get("")), (root / controller, groups.get(controller))):
-        if path is not None:
-            leaf = base / path.lstrip("/")
-            places += [leaf, *(parent for parent in leaf.parents if parent.is_relative_to(base))]
-    return places
-
-
-def _left(path: Path, limit: str, used: str) -> int | None:
-    most, now = _read_number(path / limit), _read_number(path / used)
-    return None if most is None or now is None else max(0, most - now)
-
-
-def _read_number(path: Path) -> int | None:
-    try:
-        number = int(path.read_text())
-    except (OSError, ValueError):
+def find_group(directory: Path, *, root: Path = ROOT, own: Path = OWN) -> Group | None:
+    place = find_place(root, own)
+    if isinstance(place, Lack):
         return None
-    return number if number < _NO_LIMIT else None
+    path = _group_path(place, directory)
+    return Group(path) if path.exists() else None
 
 
-def _smallest(numbers: list[int | None]) -> int | None:
-    return min((number for number in numbers if number is not None), default=None)
+def remove_groups(under: Path, keep: Container[str] = (), *, root: Path = ROOT, own: Path = OWN) -> None:
+    """Of all VMs whose directory is, or was, in `under`, except those with a name to `keep`."""
+    place = find_place(root, own)
+    if isinstance(place, Lack):
+        return
+    try:
+        groups = [path for path in _group_path(place, under / "any").parent.iterdir() if path.is_dir()]
+    except FileNotFoundError:
+        return
+    for path in groups:
+        if path.name not in keep:
+            Group(path).remove()
+
+
+def render_settings(limits: Limits, devices: Sequence[str]) -> list[tuple[str, str]]:
+    """What to write into which file of a group; `devices` are 'major:minor'."""
+    settings = []
+    if limits.memory_mib is not None:
+        settings += [("memory.max", str(limits.memory_mib * _MIB)), ("memory.swap.max", "0"), ("memory.oom.group", "1")]
+    if limits.cpus is not None:
+        settings.append(("cpu.max", f"{round(limits.cpus * _CPU_PERIOD_US)} {_CPU_PERIOD_US}"))
+    if limits.pids is not None:
+        settings.append(("pids.max", str(limits.pids)))
+    if limits.io_mib_s is not None:
+        bps = limits.io_mib_s * _MIB
+        settings += [("io.max", f"{device} rbps={bps} wbps={bps}") for device in devices]
+    return settings
+
+
+def parse_table(text: str) -> dict[str, int]:
+    """The 'name number' lines of memory.events, cpu.stat and cgroup.events."""
+    words = (line.split() for line in text.splitlines())
+    return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdecimal()}
+
+
+def find_devices(files: Sequence[Path], block_devices: Path = _BLOCK_DEVICES) -> list[str]:
+    """The whole disks the files are on, as 'major:minor'. Raises Unsupported for one that is on none."""
+    devices = []
+    for file in files:
+        number = file.stat().st_dev
+        device = block_devices / f"{os.major(number)}:{os.minor(number)}"
+        if not device.exists():
+            raise _unsupported(
+                "io",
+                Lack(
+                    f"{file} is on no block device (tmpfs, overlay, btrfs and network file systems are not)",
+                    "Put FORKD_HOME on a file system such as ext4 or xfs",
+                ),
+            )
+        disk = device.resolve()
+        if (disk / "partition").exists():
+            disk = disk.parent
+        devices.append((disk / "dev").read_text().strip())
+    return sorted(set(devices))
+
+
+def _controllers(limits: Limits) -> list[str]:
+    return [controller for controller, field in _FIELDS.items() if getattr(limits, field) is not None]
+
+
+def _group_path(place: Place, directory: Path) -> Path:
+    digest = hashlib.sha256(os.path.realpath(directory.parent).encode()).hexdigest()[:_DIGEST_CHARS]
+    return place.base / digest / directory.name
+
+
+def _make(place: Place, path: Path, controllers: list[str]) -> None:
+    if place.crowded and controllers:
+        _move_out(place.top)
+    for _ in range(_TRIES):
+        try:
+            for parent in (place.base, path.parent):
+                with contextlib.suppress(FileExistsError):  # not exist_ok, which looks again and may find it gone
+                    parent.mkdir()
+            for controller in controllers:
+                _hand_down(place.top, path.parent, controller)
+            path.mkdir()
+        except OSError as error:
+            if error.errno in _GONE:
+                continue  # somebody else took the parent for empty, which it was
+            raise _unsupported(None, Lack(f"{path} cannot be made: {error.strerror}", "Run forkd as root")) from error
+        return
+    raise EngineFailed(f"Could not make the group {path}: others keep removing its parent")
+
+
+def _move_out(group: Path) -> None:
+    """All that lives in a delegated group itself into a leaf of it; what they start is born there."""
+    leaf = Group(group / LEAF)
+    leaf.path.mkdir(exist_ok=True)
+    for _ in range(_TRIES):
+        pids = (group / "cgroup.procs").read_text().split()
+        if not pids:
+            return
+        for pid in pids:
+            leaf.add(int(pid))
+
+
+def _hand_down(top: Path, bottom: Path, controller: str) -> None:
+    for group in [*reversed([path for path in bottom.parents if path.is_relative_to(top)]), bottom]:
+        control = group / "cgroup.subtree_control"
+        try:
+            if controller not in _read_words(control):
+                _write(control, f"+{controller}")
+        except OSError as error:
+            if error.errno in _GONE:
+                raise
+            lack = Lack(
+                f"{group} does not hand down the {controller} controller: {error.strerror}",
+                "It must have no processes of its own: run forkd in a systemd unit with DelegateSubgroup=daemon",
+            )
+            raise _unsupported(controller, lack) from error
+
+
+def _set(path: Path, value: str) -> None:
+    if path.name in _OPTIONAL and not path.exists():
+        return
+    try:
+        _write(path, value)
+    except OSError as error:
+        lack = Lack(f"the kernel refuses {value!r} in {path.name}: {error.strerror}", "See: forkd doctor")
+        raise _unsupported(path.name.partition(".")[0], lack) from error
+
+
+def _unsupported(controller: str | None, lack: Lack) -> Unsupported:
+    what = f"{LIMITS[controller]} cannot be enforced" if controller else "A VM cannot have a control group of its own"
+    return Unsupported(f"{what} on this host: {lack.reason}", hint=lack.hint)
+
+
+def _kill_all(group: Path) -> None:
+    with contextlib.suppress(OSError):  # it may be removed under our hands; what lives on is noticed
+        if (group / "cgroup.kill").exists():
+            _write(group / "cgroup.kill", "1")
+            return
+        for pid in _read_words(group / "cgroup.procs"):
+            _kill_member(group, pid)
+
+
+def _kill_member(group: Path, pid: str) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(int(pid))
+        try:
+            # Asked once the pidfd is open: from then on the number cannot become another process's.
+            if pid in _read_words(group / "cgroup.procs"):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        finally:
+            os.close(pidfd)
+
+
+def _is_populated(group: Path) -> bool:
+    return _read_table(group / "cgroup.events").get("populated", 0) > 0
+
+
+def _remove_tree(group: Path) -> bool:
+    """With groups that a VMM made in it. False: the kernel still holds on to one."""
+    try:
+        for path, _, _ in os.walk(group, topdown=False):
+            Path(path).rmdir()
+    except FileNotFoundError:
+        pass  # somebody else does the same
+    except OSError:
+        return False
+    return True
+
+
+def _read_table(path: Path) -> dict[str, int]:
+    try:
+        return parse_table(path.read_text())
+    except OSError:
+        return {}
+
+
+def _read_words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except FileNotFoundError:
+        return []
+
+
+def _write(path: Path, value: str) -> None:
+    path.write_text(value)

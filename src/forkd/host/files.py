@@ -8,13 +8,15 @@ import fcntl
 import os
 import secrets
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from forkd.errors import Conflict, NoCapacity
+from forkd.errors import Conflict, HostLacks, NoCapacity
 
 STAGING_PREFIX = ".staging-"
+_DIG_DEADLINE_S = 600.0
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -28,6 +30,14 @@ def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def dig_holes(path: Path) -> None:
+    """Give back the space of zeros in a file, where its file system can."""
+    fallocate = shutil.which("fallocate")
+    if fallocate is None:
+        raise HostLacks("fallocate is not installed", hint="Install the package util-linux")
+    subprocess.run([fallocate, "--dig-holes", str(path)], capture_output=True, timeout=_DIG_DEADLINE_S, check=False)
 
 
 @contextmanager

@@ -41,11 +41,6 @@ def memory_use(pid: int) -> MemoryUse:
     )
 
 
-def anonymous_bytes(pid: int) -> int:
-    """What a process wrote for itself, private copies of shared pages included. Cheap to look at."""
-    return parse_kib_table(Path(f"/proc/{pid}/status").read_text()).get("RssAnon", 0)
-
-
 def cpu_seconds(pid: int) -> float:
     """User and system time of a process so far; the resolution is one scheduler tick."""
     # The command name may hold spaces and parentheses; the fields after the last ')' are fixed.

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from forkd.host.capacity import probe_memory, probe_open_files, probe_processes
-from forkd.host.cgroup import probe_cgroup
+from forkd.host.cgroup_probe import probe_cgroup, probe_enforcement
 from forkd.host.devices import probe_tun, probe_userfaultfd
 from forkd.host.finding import Finding, Status
+from forkd.host.firecracker import probe_firecracker
 from forkd.host.kvm_probe import KvmVerdict, probe_kvm
 from forkd.host.places import probe_places
 from forkd.host.programs import (
+    judge_qemu_kvm,
     judge_tcg,
     probe_accelerators,
     probe_busybox,
@@ -40,21 +42,16 @@ def guarded(name: str, probe: Probe) -> tuple[Finding, ...]:
 
 def _probe_acceleration() -> tuple[Finding, ...]:
     accelerators = probe_accelerators()
-    return judge_tcg(accelerators), judge_kvm(probe_kvm(), accelerators)
+    return judge_tcg(accelerators), judge_qemu_kvm(accelerators), judge_kvm(probe_kvm())
 
 
-def judge_kvm(verdict: KvmVerdict, accelerators: frozenset[str]) -> Finding:
-    """KVM only makes things faster, so its lack is never a failure; `ok` means QEMU can use it.
+def judge_kvm(verdict: KvmVerdict) -> Finding:
+    """Without it guests run slower and not at all in Firecracker, so its lack is never a failure.
 
     What is found begins with the state in a word or two and a colon.
     """
     found = f"{verdict.state.value}: {verdict.explanation} ({verdict.hints})"
-    if not verdict.usable:
-        return Finding("kvm", Status.WARN, found, verdict.remedy)
-    if "kvm" not in accelerators:
-        remedy = "Install a QEMU built with KVM (the package qemu-system-x86 is)"
-        return Finding("kvm", Status.WARN, f"unknown to QEMU: otherwise {found}", remedy)
-    return Finding("kvm", Status.OK, found)
+    return Finding("kvm", Status.OK if verdict.usable else Status.WARN, found, verdict.remedy)
 
 
 def _alone(probe: Callable[[], Finding]) -> Probe:
@@ -67,6 +64,7 @@ _PROBES: dict[str, Probe] = {
     "python": _alone(probe_python),
     "qemu": _alone(probe_qemu),
     "kvm": _probe_acceleration,
+    "firecracker": probe_firecracker,
     "setpriv": _alone(probe_setpriv),
     "mmdebstrap": _alone(probe_mmdebstrap),
     "mkfs.erofs": _alone(probe_erofs),
@@ -77,8 +75,8 @@ _PROBES: dict[str, Probe] = {
     "open files": _alone(probe_open_files),
     "processes": _alone(probe_processes),
     "cgroup v2": _alone(probe_cgroup),
+    "limits": _alone(probe_enforcement),
     "userfaultfd": _alone(probe_userfaultfd),
     "tun": _alone(probe_tun),
     "nft": _alone(lambda: probe_optional("nft", "for networks of sandboxes, later")),
-    "firecracker": _alone(lambda: probe_optional("firecracker", "for an engine to come")),
 }

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forkd.errors import EngineFailed, HostLacks
+from forkd.host.cgroup import Group
 from forkd.host.memory import start_time_ticks
 
 KILL_DEADLINE_S = 10.0
@@ -89,6 +90,14 @@ def _collect(pidfd: int) -> ExitStatus:
     return ExitStatus(None, result.si_status)
 
 
+def children_of(pid: int) -> list[int]:
+    """None when it is over."""
+    try:
+        return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
 def take_over(pid: int, start_ticks: int) -> WatchedProcess | None:
     """Watch a process that another one may have started. None: it is over."""
     try:
@@ -109,15 +118,17 @@ def spawn(
     *,
     output: Path,
     env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
     inherited_fds: Sequence[int] = (),
     max_file_bytes: int | None = None,
     outlive: bool = False,
+    group: Group | None = None,
 ) -> WatchedProcess:
     """Start `argv` in a session of its own, its output appended to a file.
 
     It is killed when the calling thread ends, unless it may `outlive` it: call this from a thread that lasts.
     `max_file_bytes` bounds every file the child writes: SIGXFSZ stays ignored (Python's default, inherited), so
-    a write past the limit fails with EFBIG instead of killing it.
+    a write past the limit fails with EFBIG instead of killing it. No instruction of it runs outside its `group`.
     """
     if shutil.which(argv[0]) is None:
         raise HostLacks(f"There is no program {argv[0]}", hint="Install it; forkd doctor says how")
@@ -130,6 +141,7 @@ def spawn(
                 stdout=log,
                 stderr=log,
                 env=env,
+                cwd=cwd,
                 pass_fds=tuple(inherited_fds),
                 start_new_session=True,
                 restore_signals=False,
@@ -138,7 +150,7 @@ def spawn(
             raise EngineFailed(f"Could not start {argv[0]}: {error.strerror}") from error
     assert popen.stdin is not None
     with popen.stdin as gate:
-        process = _watch(popen, argv[0])
+        process = _taken_in(popen, argv[0], group)
         try:
             if max_file_bytes is not None:
                 resource.prlimit(popen.pid, resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
@@ -148,15 +160,24 @@ def spawn(
     return process
 
 
-def _watch(popen: subprocess.Popen[bytes], name: str) -> WatchedProcess:
+def _taken_in(popen: subprocess.Popen[bytes], name: str, group: Group | None) -> WatchedProcess:
     try:
-        process = WatchedProcess(popen.pid, os.pidfd_open(popen.pid))
-    except OSError as error:
+        if group is not None:
+            group.add(popen.pid)
+        process = _watch(popen.pid, name)
+    except EngineFailed:
         popen.kill()
         popen.wait()
-        raise EngineFailed(f"Could not watch {name}: {error.strerror}", hint="Raise ulimit -n") from error
+        raise
     popen.returncode = 0  # Popen need not wait for it: the pidfd tells of its end
     return process
+
+
+def _watch(pid: int, name: str) -> WatchedProcess:
+    try:
+        return WatchedProcess(pid, os.pidfd_open(pid))
+    except OSError as error:
+        raise EngineFailed(f"Could not watch {name}: {error.strerror}", hint="Raise ulimit -n") from error
 
 
 def _keeper_prefix(outlive: bool) -> list[str]:

@@ -80,6 +80,13 @@ def judge_tcg(accelerators: frozenset[str]) -> Finding:
     return Finding("tcg", Status.FAIL, "No QEMU here that can emulate the processor", remedy)
 
 
+def judge_qemu_kvm(accelerators: frozenset[str]) -> Finding:
+    if "kvm" in accelerators:
+        return Finding("qemu with kvm", Status.OK, "QEMU can use KVM where it is usable")
+    remedy = "Install a QEMU built with KVM (the package qemu-system-x86 is)"
+    return Finding("qemu with kvm", Status.WARN, "No QEMU here that can use KVM", remedy)
+
+
 def probe_mmdebstrap() -> Finding:
     return _probe_versioned("mmdebstrap", "mmdebstrap")
 

@@ -11,12 +11,15 @@ MIN_MEMORY_MIB = 32
 MAX_MEMORY_MIB = 1024 * 1024
 MAX_VCPUS = 64
 MAX_CHILDREN = 1000
+# Firecracker's own, which make CPUs of different hosts look alike to guests.
+CPU_TEMPLATES = ("T2", "T2S", "T2CL", "T2A", "V1N1")
 
 
 @dataclass(frozen=True)
 class MachineSpec:
     memory_mib: int = 512
     vcpus: int = 1
+    cpu_template: str | None = None
 
     def __post_init__(self) -> None:
         if not MIN_MEMORY_MIB <= self.memory_mib <= MAX_MEMORY_MIB:
@@ -26,6 +29,9 @@ class MachineSpec:
             )
         if not 1 <= self.vcpus <= MAX_VCPUS:
             raise InvalidInput(f"A machine cannot have {self.vcpus} vCPUs", hint=f"Use 1 to {MAX_VCPUS}")
+        if self.cpu_template is not None and self.cpu_template not in CPU_TEMPLATES:
+            known = ", ".join(CPU_TEMPLATES)
+            raise InvalidInput(f"There is no CPU template {self.cpu_template}", hint=f"Use one of {known}, or none")
 
 
 def parse_count(n: int) -> int:

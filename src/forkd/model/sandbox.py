@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from forkd.errors import InvalidInput
+from forkd.model.limits import NO_LIMITS, Limits
 from forkd.model.names import SnapshotTag
 
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
@@ -49,7 +50,7 @@ class SandboxSpec:
 
     snapshot_tag: SnapshotTag
     n: int = 1
-    memory_limit_mib: int | None = None
+    limits: Limits = NO_LIMITS
     timeout_s: float | None = None
     on_timeout: OnTimeout = OnTimeout.KILL
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -63,8 +64,6 @@ class SandboxSpec:
         check_timeout(self.timeout_s)
         check_pairs(self.labels, "label")
         check_pairs(self.metadata, "metadata")
-        if self.memory_limit_mib is not None and not 1 <= self.memory_limit_mib <= 1 << 30:
-            raise InvalidInput(f"{self.memory_limit_mib} MiB is no memory limit")
         if self.agent_port is not None and (self.n != 1 or not 1 <= self.agent_port <= 65535):
             raise InvalidInput("agent_port is a port of 1 to 65535, for one sandbox")
 
@@ -82,7 +81,7 @@ class SandboxRecord:
     isolation: str
     agent_port: int  # guest_addr is 127.0.0.1:<agent_port>
     pid: int | None = None
-    memory_limit_mib: int | None = None
+    limits: Limits = NO_LIMITS
     deadline_unix: float | None = None
     on_timeout: OnTimeout = OnTimeout.KILL
     labels: Mapping[str, str] = field(default_factory=dict)
