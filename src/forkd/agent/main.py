@@ -1,4 +1,4 @@
-"""Start of the agent: as PID 1 of a guest on its virtio port, or as a plain process on an inherited socket."""
+"""Start of the agent: as PID 1 of a guest on its virtio port or vsock, or as a plain process on an inherited socket."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 
+from forkd.agent.listening import ListeningPort, open_vsock, parse_vsock_port
 from forkd.agent.loop import Loop
 from forkd.agent.platform import Platform, Rehearsal
 from forkd.agent.port import Port, open_virtio_port
@@ -33,13 +34,16 @@ def main() -> NoReturn:
     """Without arguments: the guest's init. `--fd N --root DIR` (or FORKD_AGENT_FD, FORKD_AGENT_ROOT): a rehearsal."""
     fd, root = parse_arguments(sys.argv[1:], os.environ)
     settle()
+    loop = Loop()
+    loop.catch_children()
     if fd is None:
-        serve(open_virtio_port(), Platform(), dict(_GUEST_ENV), forever=True)
+        Server(loop, open_guest_port(loop), Platform(), dict(_GUEST_ENV))
+        loop.run()
     else:
         adopt_orphans()
         os.set_inheritable(fd, False)
         env = {name: value for name, value in os.environ.items() if name not in _PRIVATE_ENV}
-        serve(fd, Rehearsal(root), env, forever=False)
+        serve_once(loop, Port(loop, fd), Rehearsal(root), env)
     sys.exit(0)
 
 
@@ -50,14 +54,19 @@ def settle() -> None:
     gc.set_threshold(_GC_THRESHOLD, 50, 100)
 
 
-def serve(fd: int, platform: Platform, env: Dict[str, str], forever: bool) -> None:
-    """`forever`: the host may hang up and come back. Otherwise the end of the stream is our end."""
-    loop = Loop()
-    loop.catch_children()
-    port = Port(loop, fd)
+def open_guest_port(loop: Loop) -> Port:
+    """Where this guest's host is: the engine says it on the kernel's command line, or says nothing and has a port."""
+    with open("/proc/cmdline") as file:
+        vsock_port = parse_vsock_port(file.read())
+    if vsock_port is None:
+        return Port(loop, open_virtio_port())
+    return ListeningPort(loop, open_vsock(vsock_port))
+
+
+def serve_once(loop: Loop, port: Port, platform: Platform, env: Dict[str, str]) -> None:
+    """The end of the stream is our end."""
     server = Server(loop, port, platform, env)
-    if not forever:
-        port.on_hangup = loop.stop
+    port.on_hangup = loop.stop
     loop.run()
     server.stop()
 

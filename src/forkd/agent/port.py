@@ -1,4 +1,4 @@
-"""The byte stream to the host: a virtio-serial port, or a socket when rehearsed on a host."""
+"""The byte stream to the host: a virtio-serial port, a vsock, or another socket when rehearsed on a host."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _HANGUP = select.EPOLLHUP | select.EPOLLERR
 class Port(Outbox):
     """Frames in and out of the port. `on_frames` and `on_hangup` are set by the server."""
 
-    def __init__(self, loop: Loop, fd: int) -> None:
-        super().__init__(loop, fd)
-        os.set_blocking(fd, False)
+    def __init__(self, loop: Loop, fd: int | None = None) -> None:
+        """Without a descriptor it is broken until it gets one."""
+        super().__init__(loop, -1)
+        self.broken = True
         self.on_frames: Callable[[Frames], None] = _ignore
         self.on_hangup: Callable[[], None] = _nothing
         self.on_progress = self._after_progress
@@ -40,7 +41,8 @@ class Port(Outbox):
         # host is always "ready" (hang-up), so then we only ask for edges.
         self._edge = False
         self._writing = False
-        loop.watch(fd, READ, self._on_ready)
+        if fd is not None:
+            self._attach(fd)
 
     @property
     def congested(self) -> bool:
@@ -49,6 +51,13 @@ class Port(Outbox):
     def when_clear(self, callback: Callable[[], None]) -> None:
         """Once, when the queue has drained enough to read more output from commands."""
         self._waiting.append(callback)
+
+    def _attach(self, fd: int) -> None:
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self.broken = False
+        self._edge = False
+        self._loop.watch(fd, READ, self._on_ready)
 
     def _on_ready(self, events: int) -> None:
         if events & WRITE:
