@@ -15,14 +15,10 @@ from forkd.host.kvm_probe import probe_kvm
 from forkd.host.marked import find_marked
 from forkd.image import Image
 from forkd.model.machine import MachineSpec
-from forkd.runtime.engines import FakeEngine, QemuEngine
+from forkd.runtime.engines import FakeEngine, FirecrackerEngine, QemuEngine
 from forkd.runtime.warmup import Warmup, booted, warm_up
 
 PAST = "import random\npast = 41\nhooked = []\n"
-
-
-def _make_engine(name: str) -> Engine:
-    return FakeEngine() if name == "fake" else QemuEngine("kvm" if probe_kvm().usable else "tcg")
 
 
 async def _freeze(engine: Engine, spec: BootSpec, run: Path, into: Path, warm: str) -> Frozen:
@@ -44,24 +40,37 @@ def run_directory() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def frozen_qemu(python_image: Image, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    engine = _make_engine("qemu")
-    spec = BootSpec(MachineSpec(256, 1), python_image.kernel, python_image.initrd, python_image.root)
+    engine = QemuEngine("kvm" if probe_kvm().usable else "tcg")
+    return _frozen_vm(engine, python_image, tmp_path_factory.mktemp("qemu"))
+
+
+@pytest.fixture(scope="session")
+def frozen_firecracker(python_image: Image, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return _frozen_vm(FirecrackerEngine(), python_image, tmp_path_factory.mktemp("firecracker"))
+
+
+def _frozen_vm(engine: Engine, image: Image, into: Path) -> Case:
+    spec = BootSpec(MachineSpec(256, 1), image.kernel, image.initrd, image.root)
     with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as run:
-        warm = PAST + "import numpy\n"
-        into = tmp_path_factory.mktemp("qemu")
-        return Case(engine, asyncio.run(_freeze(engine, spec, Path(run), into, warm)))
+        return Case(engine, asyncio.run(_freeze(engine, spec, Path(run), into, PAST + "import numpy\n")))
 
 
 @pytest.fixture(scope="session")
 def frozen_fake(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    engine = _make_engine("fake")
+    engine = FakeEngine()
     nowhere = Path("/nonexistent")
     spec = BootSpec(MachineSpec(256, 1), nowhere, nowhere, nowhere)
     with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as run:
         return Case(engine, asyncio.run(_freeze(engine, spec, Path(run), tmp_path_factory.mktemp("fake"), PAST)))
 
 
-@pytest.fixture(params=["fake", pytest.param("qemu", marks=pytest.mark.vm)])
+@pytest.fixture(
+    params=[
+        "fake",
+        pytest.param("qemu", marks=pytest.mark.vm),
+        pytest.param("firecracker", marks=pytest.mark.lab),
+    ]
+)
 def case(request: pytest.FixtureRequest) -> Case:
     found = request.getfixturevalue(f"frozen_{request.param}")
     assert isinstance(found, Case)

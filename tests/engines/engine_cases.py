@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forkd.engines.base import Engine, Frozen
+from forkd.host.cgroup import remove_groups
 from forkd.host.marked import kill_marked
 
 _READY_S = 60
@@ -19,12 +20,18 @@ _READY_S = 60
 _OWNER = """
 import asyncio, pickle, sys
 from pathlib import Path
-from forkd.runtime.engines import FakeEngine, QemuEngine
+from forkd.runtime.engines import FakeEngine, FirecrackerEngine, QemuEngine
 from forkd.runtime.spawn import fork_one, new_identities
 run = Path(sys.argv[1])
 isolation, frozen, outlive, code, pause, boot = pickle.loads(sys.stdin.buffer.read())
+ENGINES = {
+    "none": lambda: FakeEngine(outlive=outlive),
+    "qemu-tcg": lambda: QemuEngine("tcg", outlive=outlive),
+    "qemu-kvm": lambda: QemuEngine("kvm", outlive=outlive),
+    "firecracker-jailed": lambda: FirecrackerEngine(outlive=outlive),
+}
 async def main():
-    engine = FakeEngine(outlive=outlive) if isolation == "none" else QemuEngine(isolation[5:], outlive=outlive)
+    engine = ENGINES[isolation]()
     if boot:
         (run / "memory").mkdir()
         await (await engine.boot(frozen.boot, run / "parent", run / "memory")).running()
@@ -69,5 +76,6 @@ def left_behind(
         owner.kill()
         owner.wait(_READY_S)
         kill_marked(run)
+        remove_groups(run)
         for left in run.iterdir():
             shutil.rmtree(left)

@@ -47,10 +47,11 @@ def test_a_vm_process_sees_nothing_of_our_environment(
     async def body() -> None:
         child = await fork_one(case.engine, case.frozen, new_identity("sb-1"), run_directory)
         try:
-            environ = Path(f"/proc/{child.machine.pid}/environ").read_bytes().decode().split("\0")
+            leader = find_marked(run_directory)[run_directory / "sb-1"].pid
+            environ = _environ(leader)
+            names = {entry.partition("=")[0] for entry in (*environ, *_environ(child.machine.pid)) if entry}
         finally:
             await child.kill()
-        names = {entry.partition("=")[0] for entry in environ if entry}
         assert f"FORKD_VM={run_directory}/sb-1" in environ
         assert names <= {"FORKD_VM", "PATH", "HOME", "LANG", "TMPDIR", "PWD", "SHLVL", "_", "OLDPWD"}
 
@@ -62,7 +63,7 @@ def test_a_vm_whose_owner_was_killed_is_adopted_and_goes_on(case: Case, run_dire
         machine = await case.engine.adopt(directory)
         try:
             assert not machine.paused
-            agent = await Agent.connect(machine.take_channel())
+            agent = await Agent.connect(await machine.connect())
             try:
                 assert (await agent.eval("kept")).value == 42
                 await machine.pause()
@@ -90,13 +91,10 @@ def test_a_paused_vm_is_adopted_as_paused(case: Case, run_directory: Path) -> No
         machine = await case.engine.adopt(directory, find_marked(run_directory)[directory])
         try:
             assert machine.paused
-            agent = Agent.attach(machine.take_channel())
+            await machine.resume()
+            assert not machine.paused
+            agent = await Agent.connect(await machine.connect())
             try:
-                with pytest.raises(GuestTimeout):
-                    await agent.hello(deadline_s=0.5)
-                await machine.resume()
-                assert not machine.paused
-                await agent.hello()
                 assert (await agent.eval("kept")).value == 42
             finally:
                 agent.close()
@@ -110,7 +108,7 @@ def test_a_paused_vm_is_adopted_as_paused(case: Case, run_directory: Path) -> No
 def test_what_an_adopted_vm_has_running_goes_with_it(case: Case, run_directory: Path) -> None:
     async def body(directory: Path) -> None:
         machine = await case.engine.adopt(directory)
-        agent = await Agent.connect(machine.take_channel())
+        agent = await Agent.connect(await machine.connect())
         try:
             assert (await agent.eval("lasting.poll()")).value is None
         finally:
@@ -139,15 +137,16 @@ def test_a_vm_that_ended_cannot_be_adopted(case: Case, run_directory: Path) -> N
 def test_a_vm_that_cannot_be_reached_is_left_as_it_is(case: Case, run_directory: Path) -> None:
     with left_behind(case, run_directory) as directory:
         leader = find_marked(run_directory)[directory]
-        (directory / "agent.sock").rename(directory / "agent.away")
+        (agent_socket,) = directory.rglob("agent.sock")
+        away = agent_socket.rename(agent_socket.with_name("agent.away"))
         with pytest.raises(EngineFailed, match=r"agent\.sock"):
             asyncio.run(_adopted(case, directory))
         assert find_marked(run_directory)[directory] == leader
-        (directory / "agent.away").rename(directory / "agent.sock")
+        away.rename(agent_socket)
 
         async def body() -> None:
             machine = await _adopted(case, directory)
-            agent = await Agent.connect(machine.take_channel())
+            agent = await Agent.connect(await machine.connect())
             assert (await agent.eval("past")).value == 41
             agent.close()
             await machine.kill()
@@ -163,7 +162,7 @@ def test_an_adopted_vm_that_is_killed_from_outside_has_ended(case: Case, run_dir
             death = await asyncio.wait_for(asyncio.shield(machine.death), 10)
             assert (death.reason, death.status) == (ExitReason.UNKNOWN, "exit status unknown")
             with pytest.raises(GuestDied):
-                await machine.reconnect()
+                await machine.connect()
         finally:
             await machine.kill()
 
@@ -182,7 +181,7 @@ def test_a_lost_channel_is_replaced_by_another(case: Case, run_directory: Path) 
                 child.agent.close()
                 with pytest.raises(ChannelClosed):
                     await asking
-                agent = await Agent.connect(await child.machine.reconnect())
+                agent = await Agent.connect(await child.machine.connect())
                 assert (await agent.eval("kept")).value == 42
                 assert (await agent.ping()).streams == 0  # what the one before had running has ended
                 agent.close()
@@ -196,7 +195,7 @@ def test_a_channel_is_served_when_the_one_before_it_is_closed(case: Case, run_di
     async def body() -> None:
         child = await fork_one(case.engine, case.frozen, new_identity("sb-1"), run_directory)
         try:
-            following = Agent.attach(await child.machine.reconnect())
+            following = Agent.attach(await child.machine.connect())
             try:
                 with pytest.raises(GuestTimeout):
                     await following.hello(deadline_s=0.5)
@@ -221,7 +220,7 @@ def test_a_released_vm_runs_on_and_can_be_adopted(case: Case, run_directory: Pat
         assert not child.machine.death.done()
         machine = await case.engine.adopt(run_directory / "sb-1")
         assert machine.pid == child.machine.pid
-        agent = await Agent.connect(machine.take_channel())
+        agent = await Agent.connect(await machine.connect())
         assert (await agent.eval("kept")).value == 42
         agent.close()
         await machine.release()
@@ -244,6 +243,10 @@ def test_a_fork_that_was_not_told_to_outlive_its_owner_and_every_parent_die_with
         while find_marked(run_directory) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert find_marked(run_directory) == {}
+
+
+def _environ(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
 
 
 async def _adopted(case: Case, directory: Path, known: Marked | None = None) -> Machine:

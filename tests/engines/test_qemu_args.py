@@ -8,9 +8,10 @@ import pytest
 
 from forkd.engines.base import BootSpec, ExitReason, tail_of
 from forkd.engines.qemu.args import Ram, Seat, render_args
-from forkd.engines.qemu.binary import Binary, parse_cpu, parse_version, render_platform
+from forkd.engines.qemu.binary import Binary, parse_version, render_platform
 from forkd.engines.qemu.machine import parse_exit, parse_paused
 from forkd.errors import EngineFailed, HostLacks
+from forkd.host.cpu import parse_cpu
 from forkd.host.process import ExitStatus
 from forkd.model.machine import MachineSpec
 
@@ -70,15 +71,17 @@ def test_the_accelerator_decides_the_cpu_and_the_kernels_mitigations() -> None:
     assert "mitigations=off" not in after(parent("kvm"), "-append")
     assert after(parent("tcg"), "-cpu") == "max"
     assert "thread=multi" in after(parent("tcg"), "-accel")
-    single = render_args(
-        "qemu",
-        "tcg",
-        BootSpec(MachineSpec(256, 1), SPEC.kernel, SPEC.initrd, SPEC.root),
-        SEAT,
-        Ram(Path("/m"), shared=True),
-        incoming=False,
-    )
-    assert "thread=single" in after(single, "-accel")
+    assert "thread=single" in after(emulated(MachineSpec(256, 1)), "-accel")
+
+
+def test_the_buffer_for_translated_code_grows_with_the_machine() -> None:
+    assert "tb-size=64" in after(emulated(MachineSpec(256, 1)), "-accel")
+    assert "tb-size=512" in after(emulated(MachineSpec(4096, 2)), "-accel")
+
+
+def emulated(machine: MachineSpec) -> list[str]:
+    spec = BootSpec(machine, SPEC.kernel, SPEC.initrd, SPEC.root)
+    return render_args("qemu", "tcg", spec, SEAT, Ram(Path("/m"), shared=True), incoming=False)
 
 
 def test_a_version_has_the_distributions_revision() -> None:

@@ -56,7 +56,7 @@ def test_the_end_of_an_adopted_vm_is_told_from_the_console_alone(
 ) -> None:
     async def body(directory: Path) -> None:
         machine = await frozen_qemu.engine.adopt(directory)
-        agent = await Agent.connect(machine.take_channel())
+        agent = await Agent.connect(await machine.connect())
         try:
             asking = asyncio.create_task(agent.eval(f"open('/proc/sysrq-trigger', 'w').write('{key}')"))
             death = await asyncio.wait_for(asyncio.shield(machine.death), 60)
@@ -269,5 +269,24 @@ def test_truncated_device_state_is_an_error_not_a_hang(frozen_qemu: Case, run_di
         with pytest.raises(GuestDied) as caught:
             await fork_one(frozen_qemu.engine, damaged, new_identities(1)[0], run_directory)
         assert "load" in (caught.value.details or "") or "migration" in (caught.value.details or "")
+
+    asyncio.run(body())
+
+
+@pytest.mark.lab
+def test_children_run_on_kvm_too(frozen_qemu: Case, run_directory: Path) -> None:
+    engine, frozen = frozen_qemu.engine, frozen_qemu.frozen
+    assert engine.isolation == "qemu-kvm"
+
+    async def body() -> None:
+        children = (await fork_children(engine, frozen, new_identities(3), run_directory)).sandboxes
+        try:
+            assert [(await child.agent.eval("past + 1")).value for child in children] == [42] * 3
+            assert len({child.proof.urandom for child in children}) == 3
+            await children[0].machine.pause()
+            await children[0].machine.resume()
+            await children[0].agent.ping()
+        finally:
+            await kill_all(children)
 
     asyncio.run(body())

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import os
 import re
 import socket
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from forkd.host.marked import Marked
+from forkd.model.limits import NO_LIMITS, Limits
 from forkd.model.machine import MachineSpec
 
 CONSOLE_TAIL_BYTES = 4096
@@ -42,6 +45,7 @@ class Frozen:
 class ExitReason(enum.Enum):
     KILLED = "killed"  # forkd ended it
     POWERED_OFF = "powered off"  # the guest shut down
+    OUT_OF_MEMORY = "used more memory than its limit"
     PANICKED = "kernel panic"
     CRASHED = "crashed"  # the VMM died without being asked
     UNKNOWN = "ended"  # it was not our child, and its console does not say
@@ -81,11 +85,11 @@ class Machine(Protocol):
     @property
     def paused(self) -> bool: ...
 
-    def take_channel(self) -> socket.socket:
-        """The connected stream to the agent. Bytes may be written before the guest runs."""
+    async def connect(self) -> socket.socket:
+        """A stream to the agent, served once the one before is closed. Raises GuestDied, EngineFailed.
 
-    async def reconnect(self) -> socket.socket:
-        """A fresh stream to the agent, served once the one before is closed. Raises GuestDied, EngineFailed."""
+        Where the engine can, the first one is there before the guest runs, and takes bytes.
+        """
 
     async def running(self) -> None:
         """Wait until the VMM has loaded everything and the guest executes; raises when it cannot."""
@@ -117,8 +121,8 @@ class Engine(Protocol):
     def check(self, frozen: Frozen) -> None:
         """Raise SnapshotIncompatible when this host cannot run what was frozen elsewhere."""
 
-    async def fork(self, frozen: Frozen, directory: Path) -> Machine:
-        """Start one child. The caller bounds how many start at once."""
+    async def fork(self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
+        """Start one child. The caller bounds how many start at once. Raises Unsupported for a limit that cannot be."""
 
     async def adopt(self, directory: Path, leader: Marked | None = None) -> Machine:
         """Take over a VM that another process left in `directory`. `leader` saves the search where it is known already.
@@ -130,11 +134,15 @@ class Engine(Protocol):
 def tail_of(path: Path, limit_bytes: int = CONSOLE_TAIL_BYTES) -> str:
     """The end of a console log, made safe to print on a terminal."""
     try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - limit_bytes))
-            data = file.read(limit_bytes)
-    except FileNotFoundError:
+        # No link and no pipe: a hostile VMM may have put either in place of its log.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
         return ""
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return ""
+        file.seek(0, 2)
+        file.seek(max(0, file.tell() - limit_bytes))
+        data = file.read(limit_bytes)
     text = _ESCAPES.sub("", data.decode("utf-8", "replace").replace("\r", ""))
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)

@@ -18,13 +18,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from forkd.engines.base import BootSpec, ExitReason, Frozen, Machine, Phases
-from forkd.engines.machine import CONSOLE, ProcessMachine, found_process, made_directory
+from forkd.engines.cpu_template import refuse_cpu_template
+from forkd.engines.machine import CONSOLE, ProcessMachine, found_process, grouped, made_directory
 from forkd.engines.sockets import AGENT_SOCKET, connected_socket, listening_socket, reach
 from forkd.errors import EngineFailed, SnapshotIncompatible
+from forkd.host.cgroup import Group, find_group
 from forkd.host.marked import Marked, is_stopped, kill_marked, render_environment
 from forkd.host.memory import start_time_ticks
-from forkd.host.process import ExitStatus, WatchedProcess, spawn
+from forkd.host.process import ExitStatus, WatchedProcess, children_of, spawn
 from forkd.host.threads import in_thread
+from forkd.model.limits import NO_LIMITS, Limits
 from forkd.wire.agent import EVAL, MORE, REPLY, Joiner, Parser, WireError, encode_message
 
 _JOURNAL = "journal"
@@ -46,13 +49,14 @@ class FakeMachine(ProcessMachine):
         self,
         directory: Path,
         process: WatchedProcess,
-        channel: socket.socket,
         phases: Phases,
         *,
+        channel: socket.socket,
+        group: Group | None,
         replay: asyncio.Task[None] | None = None,
         paused: bool = False,
     ) -> None:
-        super().__init__(directory, process, channel, phases, paused=paused)
+        super().__init__(directory, process, phases, channel=channel, group=group, paused=paused)
         self._replay = replay
 
     async def running(self) -> None:
@@ -111,7 +115,8 @@ class FakeEngine:
         self._outlive = outlive
 
     async def boot(self, spec: BootSpec, directory: Path, memory_in: Path) -> Machine:
-        return self._start(directory, [], outlive=False)
+        refuse_cpu_template(spec.machine, self.name)
+        return self._start(directory, [], NO_LIMITS, outlive=False)
 
     async def freeze(self, machine: Machine, into: Path) -> Mapping[str, str]:
         assert isinstance(machine, FakeMachine)
@@ -124,19 +129,25 @@ class FakeEngine:
         if wanted != found:
             raise SnapshotIncompatible(f"The snapshot was made with python {wanted}, this host has {found}")
 
-    async def fork(self, frozen: Frozen, directory: Path) -> Machine:
+    async def fork(self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
         past = parse_journal((frozen.directory / _JOURNAL).read_bytes())
-        return self._start(directory, past, outlive=self._outlive)
+        return self._start(directory, past, limits, outlive=self._outlive)
 
     async def adopt(self, directory: Path, leader: Marked | None = None) -> Machine:
         async with found_process(directory, leader) as process:
             channel = await reach(directory / AGENT_SOCKET)
-            paused = is_stopped(process.pid)
-            return FakeMachine(directory, process, channel, Phases(time.monotonic()), paused=paused)
+            group, paused = find_group(directory), is_stopped(process.pid)
+            phases = Phases(time.monotonic())
+            return FakeMachine(directory, process, phases, channel=channel, group=group, paused=paused)
 
-    def _start(self, directory: Path, past: list[bytes], *, outlive: bool) -> FakeMachine:
+    def _start(self, directory: Path, past: list[bytes], limits: Limits, *, outlive: bool) -> FakeMachine:
         phases = Phases(time.monotonic())
-        with made_directory(directory), contextlib.ExitStack() as on_failure:
+        files = [Path(sys.executable)]  # all that a fake guest reads of a disk, and it need not
+        with (
+            made_directory(directory),
+            grouped(directory, limits, files) as group,
+            contextlib.ExitStack() as on_failure,
+        ):
             with listening_socket(directory / AGENT_SOCKET) as listener:
                 # The agent serves one client after the other: first who replays the past, then who has the channel.
                 client = on_failure.enter_context(connected_socket(directory / AGENT_SOCKET)) if past else None
@@ -147,13 +158,14 @@ class FakeEngine:
                     env=render_environment(directory),
                     inherited_fds=[listener.fileno()],
                     outlive=outlive,
+                    group=group,
                 )
             on_failure.pop_all()
         replay = None
         if client is not None:
             replay = asyncio.create_task(_replay(past, client, phases))
             replay.add_done_callback(lambda _: client.close())  # it may be cancelled before it begins
-        return FakeMachine(directory, process, channel, phases, replay=replay)
+        return FakeMachine(directory, process, phases, channel=channel, group=group, replay=replay)
 
 
 def render_command(listener: int, directory: Path) -> list[str]:
@@ -197,8 +209,5 @@ async def _replay(past: list[bytes], client: socket.socket, phases: Phases) -> N
 
 
 def _descendants(pid: int) -> list[int]:
-    try:
-        children = [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
+    children = children_of(pid)
     return [*children, *(deeper for child in children for deeper in _descendants(child))]

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import shutil
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 from forkd.engines.base import Death, ExitReason, Phases, tail_of
 from forkd.engines.sockets import AGENT_SOCKET, reach
 from forkd.errors import EngineFailed, GuestDied
+from forkd.host.cgroup import Group, make_group
+from forkd.host.cgroup_place import Place, find_place
 from forkd.host.marked import Marked, find_marked
 from forkd.host.process import ExitStatus, WatchedProcess, take_over
+from forkd.host.threads import in_thread
+from forkd.model.limits import NO_LIMITS, Limits
 
 CONSOLE = "console.log"
 # A VMM whose sockets broke is dying; its exit follows within moments.
@@ -21,16 +25,24 @@ _DEATH_DEADLINE_S = 1.0
 
 
 class ProcessMachine:
-    """Owns the process, the channel until it is taken, and the directory; `kill` or `release` ends that."""
+    """Owns the process, its group, the channel until it is taken and the directory; `kill` or `release` ends that."""
 
     def __init__(
-        self, directory: Path, process: WatchedProcess, channel: socket.socket, phases: Phases, *, paused: bool = False
+        self,
+        directory: Path,
+        process: WatchedProcess,
+        phases: Phases,
+        *,
+        channel: socket.socket | None = None,
+        group: Group | None = None,
+        paused: bool = False,
     ) -> None:
         self.phases = phases
         self.death: asyncio.Future[Death] = asyncio.get_running_loop().create_future()
         self._directory = directory
         self._process = process
-        self._channel: socket.socket | None = channel
+        self._channel = channel
+        self._group = group
         self._paused = paused
         self._killed = False
         process.exited.add_done_callback(self._on_exit)
@@ -43,16 +55,15 @@ class ProcessMachine:
     def paused(self) -> bool:
         return self._paused
 
-    def take_channel(self) -> socket.socket:
-        if self._channel is None:
-            raise EngineFailed("The agent's channel of this machine was taken already")
-        channel, self._channel = self._channel, None
-        return channel
-
-    async def reconnect(self) -> socket.socket:
+    async def connect(self) -> socket.socket:
         if self.death.done():
             raise GuestDied(f"The VM has ended: {self.death.result().reason.value}")
-        self._close_channel()  # one that nobody took would be served before it
+        if self._channel is not None:
+            channel, self._channel = self._channel, None
+            return channel
+        return await self._reach_agent()
+
+    async def _reach_agent(self) -> socket.socket:
         return await reach(self._directory / AGENT_SOCKET)
 
     async def kill(self) -> None:
@@ -71,6 +82,8 @@ class ProcessMachine:
     async def _end(self) -> None:
         await self._end_process()
         self._close_channel()
+        if self._group is not None:
+            await in_thread(self._group.remove)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _end_process(self) -> None:
@@ -89,15 +102,35 @@ class ProcessMachine:
             self._channel = None
 
     def _on_exit(self, exited: asyncio.Future[ExitStatus]) -> None:
-        status = exited.result()
-        reason = ExitReason.KILLED if self._killed else self._reason(status)
+        status = self._status(exited.result())
+        reason = ExitReason.KILLED if self._killed else self._reason_of(status)
         self.death.set_result(Death(reason, str(status), self._vmm_output()))
+
+    def _status(self, status: ExitStatus) -> ExitStatus:
+        """What a process's exit says about the VMM, where the process is not the VMM itself."""
+        return status
+
+    def _reason_of(self, status: ExitStatus) -> ExitReason:
+        if self._group is not None and self._group.out_of_memory():
+            return ExitReason.OUT_OF_MEMORY
+        return self._reason(status)
 
     def _reason(self, status: ExitStatus) -> ExitReason:
         raise NotImplementedError
 
     def _vmm_output(self) -> str:
         return ""
+
+
+def parse_exit(status: ExitStatus, console: str) -> ExitReason:
+    """Why a VMM that nobody killed has ended. It exits with 0 both when the guest shut down and on a panic's reboot."""
+    unknown = status.code is None and status.signal is None
+    if status.code != 0 and not unknown:
+        return ExitReason.CRASHED
+    if "Kernel panic" in console:
+        return ExitReason.PANICKED
+    shut_down = "Power down" in console or "Restarting system" in console
+    return ExitReason.UNKNOWN if unknown and not shut_down else ExitReason.POWERED_OFF
 
 
 @contextmanager
@@ -114,6 +147,23 @@ def made_directory(directory: Path) -> Iterator[None]:
         raise EngineFailed(f"Could not prepare a VM in {directory}: {error.strerror}") from error
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def grouped(directory: Path, limits: Limits, files: Sequence[Path], *, always: bool = False) -> Iterator[Group | None]:
+    """The control group of a VM that is started in the block, gone again when it is not.
+
+    There is none without limits, unless one is to be made `always` where that can be done.
+    """
+    if limits == NO_LIMITS and not (always and isinstance(find_place(), Place)):
+        yield None
+        return
+    group = make_group(directory, limits, files)
+    try:
+        yield group
+    except BaseException:
+        group.remove()
         raise
 
 

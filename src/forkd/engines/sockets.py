@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
+import stat
 from pathlib import Path
 
 from forkd.errors import EngineFailed, GuestDied
@@ -28,15 +31,24 @@ def listening_socket(path: Path) -> socket.socket:
 
 
 def connected_socket(path: Path) -> socket.socket:
-    """Raises OSError; BlockingIOError when too many wait already."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    """Raises OSError; BlockingIOError when too many wait already.
+
+    Follows no link, which a VMM that was broken into may have put there; and the path may be of any length.
+    """
+    place = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        sock.setblocking(False)
-        sock.connect(str(path))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+        if not stat.S_ISSOCK(os.fstat(place).st_mode):
+            raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK), str(path))
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            sock.setblocking(False)
+            sock.connect(f"/proc/self/fd/{place}")
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+    finally:
+        os.close(place)
 
 
 async def reach(path: Path) -> socket.socket:

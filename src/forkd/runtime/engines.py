@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from forkd.engines.base import Engine
 from forkd.engines.fake import FakeEngine
+from forkd.engines.firecracker.engine import FirecrackerEngine
 from forkd.engines.qemu.engine import QemuEngine
 from forkd.errors import HostLacks
 from forkd.runtime.doctor import diagnose
@@ -16,4 +17,6 @@ def open_engine(name: str | None = None, *, outlive: bool = False) -> Engine:
         return FakeEngine(outlive=outlive)
     if diagnosis.accelerator is None:
         raise HostLacks(diagnosis.reason, hint="See: forkd doctor")
+    if diagnosis.engine == "firecracker":
+        return FirecrackerEngine(outlive=outlive)
     return QemuEngine(diagnosis.accelerator, outlive=outlive)

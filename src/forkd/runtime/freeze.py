@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from forkd.engines.base import BootSpec, Engine, Frozen
+from forkd.guest.calls import Agent
 from forkd.host.threads import in_thread, offloaded
 from forkd.image import Image, Progress
 from forkd.model.machine import MachineSpec
@@ -27,12 +29,17 @@ async def create_snapshot(
     *,
     replace: bool = False,
     progress: Progress,
+    fill: Callable[[Agent], Awaitable[None]] | None = None,
 ) -> Snapshot:
+    """`fill` puts into the parent, before its warm-up, what is not in its image."""
     boot = boot_spec(image, machine)
     async with offloaded(store.created(tag, replace_existing=replace)) as (staging, seal):
         progress.stage("booting the parent")
         async with booted(engine, boot, directory / "parent", staging) as (vm, agent):
             reach("snapshot.booted")
+            if fill is not None:
+                progress.stage("filling the parent")
+                await fill(agent)
             progress.stage("warming up")
             await warm_up(agent, warmup)
             progress.stage("freezing")

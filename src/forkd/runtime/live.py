@@ -50,7 +50,7 @@ class LiveSandbox:
         async with self._connecting:
             if self._agent is not None and not self._agent.channel.closed:
                 return
-            sock = await self.machine.reconnect()
+            sock = await self.machine.connect()
             try:
                 self._agent = await Agent.connect(sock, deadline_s=HELLO_S)
             except GuestTimeout as error:

@@ -62,6 +62,7 @@ async def explain(error: ForkdError, machine: Machine, during: str) -> ForkdErro
 
 
 _HINTS = {
+    ExitReason.OUT_OF_MEMORY: "Ask for a higher memory limit: what the VMM needs for itself counts too",
     ExitReason.PANICKED: "The guest's kernel gave up; more --memory often helps",
     ExitReason.POWERED_OFF: "The guest shut itself down, or had too little memory to start: try more --memory",
     ExitReason.UNKNOWN: "Was it killed, by hand or for lack of memory?",

@@ -8,16 +8,21 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forkd.engines.base import Engine, Frozen
-from forkd.errors import ForkdError
+from forkd.engines.base import Engine, Frozen, Machine
+from forkd.errors import ChannelClosed, EngineFailed, ForkdError, GuestDied, GuestTimeout
 from forkd.guest.calls import Agent
-from forkd.guest.identity import become
+from forkd.guest.identity import ForkProof, become
 from forkd.model.identity import Identity, new_identity
+from forkd.model.limits import NO_LIMITS, Limits
 from forkd.model.machine import parse_count
 from forkd.model.sandbox import new_sandbox_id
 from forkd.runtime.admission import admit_children, look, starts_at_once
 from forkd.runtime.faults import reach
 from forkd.runtime.sandbox import Sandbox, raise_explained
+
+_MORE_ATTEMPTS = 2
+# A VMM whose channel just closed is dying, as a rule.
+_DEATH_DEADLINE_S = 1.0
 
 AfterFork = Callable[[Sandbox], Awaitable[None]]
 
@@ -40,6 +45,7 @@ async def fork_children(
     identities: Sequence[Identity],
     directory: Path,
     *,
+    limits: Limits = NO_LIMITS,
     gate: asyncio.Semaphore | None = None,
     after: AfterFork | None = None,
     allow_partial: bool = False,
@@ -59,7 +65,7 @@ async def fork_children(
     async def start(identity: Identity) -> None:
         async with gate:
             admit_children(1, look())  # again: those before it, and others, have taken memory since
-            sandbox = await fork_one(engine, frozen, identity, directory)
+            sandbox = await fork_one(engine, frozen, identity, directory, limits)
             ready[sandbox.id] = sandbox
             if after is not None:
                 await after(sandbox)
@@ -88,16 +94,26 @@ async def fork_children(
     return Forked([ready[one.sandbox_id] for one in identities if one.sandbox_id in ready], errors)
 
 
-async def fork_one(engine: Engine, frozen: Frozen, identity: Identity, directory: Path) -> Sandbox:
+async def fork_one(
+    engine: Engine, frozen: Frozen, identity: Identity, directory: Path, limits: Limits = NO_LIMITS
+) -> Sandbox:
     """One child that has kept the fork contract; one that has not is killed before the error is raised."""
-    machine = await engine.fork(frozen, directory / identity.sandbox_id)
+    try:
+        return await _fork_one(engine, frozen, identity, directory, limits)
+    except (EngineFailed, GuestDied, GuestTimeout) as error:
+        if limits != NO_LIMITS:
+            limited = f"Its limits may be too low for the guest: {limits}"
+            error.hint = limited if error.hint is None else f"{error.hint}. {limited}"
+        raise
+
+
+async def _fork_one(engine: Engine, frozen: Frozen, identity: Identity, directory: Path, limits: Limits) -> Sandbox:
+    machine = await engine.fork(frozen, directory / identity.sandbox_id, limits)
     reach("spawn.started")
     agent: Agent | None = None
     try:
-        agent = Agent.attach(machine.take_channel())
         try:
-            # Sent before the guest runs: it is there, waiting, when the guest wakes up.
-            proof = await become(agent, identity)
+            agent, proof = await _become(machine, identity)
         except ForkdError as error:
             await raise_explained(error, machine, "it was forked")
         await machine.running()
@@ -108,6 +124,32 @@ async def fork_one(engine: Engine, frozen: Frozen, identity: Identity, directory
         raise
     machine.phases.mark("contract", time.monotonic())
     return Sandbox(identity, machine, agent, proof)
+
+
+async def _become(machine: Machine, identity: Identity) -> tuple[Agent, ForkProof]:
+    """An agent that kept the contract, asked again when its stream was lost and the VM lives.
+
+    A guest on vsock resets its connections when it wakes up, and may take ours for one of the past. The contract sets
+    things and adds to nothing, so it may be kept twice.
+    """
+    for _ in range(_MORE_ATTEMPTS):
+        try:
+            return await _try_become(machine, identity)
+        except ChannelClosed:
+            await asyncio.wait([machine.death], timeout=_DEATH_DEADLINE_S)
+            if machine.death.done():
+                raise
+    return await _try_become(machine, identity)
+
+
+async def _try_become(machine: Machine, identity: Identity) -> tuple[Agent, ForkProof]:
+    agent = Agent.attach(await machine.connect())
+    try:
+        # Sent before the guest runs, where the engine can: it is there, waiting, when the guest wakes up.
+        return agent, await become(agent, identity)
+    except BaseException:
+        agent.close()
+        raise
 
 
 async def kill_all(sandboxes: Iterable[Sandbox]) -> None:

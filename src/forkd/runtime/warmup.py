@@ -56,15 +56,15 @@ async def booted(
     admit_boot(spec.machine.memory_mib, look(), disk_mib(memory_in))
     machine = await engine.boot(spec, directory, memory_in)
     try:
-        agent = Agent.attach(machine.take_channel())
         try:
+            agent = Agent.attach(await machine.connect())
             try:
                 await agent.hello(deadline_s=BOOT_DEADLINE_S)
                 yield machine, agent
-            except ForkdError as error:
-                await raise_explained(_with_console(error, machine), machine, "the parent was prepared")
-        finally:
-            agent.close()
+            finally:
+                agent.close()
+        except ForkdError as error:
+            await raise_explained(_with_console(error, machine), machine, "the parent was prepared")
     finally:
         await machine.kill()
 

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forkd.engines.base import BootSpec
+from forkd.engines.kernel_args import KERNEL_ARGS
+from forkd.model.machine import MachineSpec
 
 AGENT_PORT = "org.forkd.agent"
 
-_KERNEL_ARGS = "console=ttyS0 quiet loglevel=4 panic=-1 oops=panic no_timer_check tsc=reliable random.trust_cpu=on"
-# What wakes an idle guest for its own sake: watchdogs (which also take a slow host for a hung one), statistics of
-# every second, compaction of every half second, pressure accounting.
-_QUIET_KERNEL_ARGS = "nowatchdog psi=0 sysctl.vm.stat_interval=600 sysctl.vm.compaction_proactiveness=0"
 # An emulated CPU does not speculate.
 _TCG_KERNEL_ARGS = "mitigations=off"
-# Enough translated code for a busy guest; untouched parts of the buffer cost nothing.
+# Enough translated code for a busy guest; untouched parts of the buffer cost nothing. One that is full is emptied:
+# a large guest that runs guests of its own, as in the lab, did with 64 MiB every few seconds.
 _TCG_BUFFER_MIB = 64
+_TCG_BUFFER_SHARE = 8
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def render_args(qemu: str, accelerator: str, spec: BootSpec, seat: Seat, ram: Ra
         *("-display", "none"),
         *("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"),
         *("-machine", "pc,usb=off,vmport=off,smbus=off,hpet=off,graphics=off,memory-backend=ram"),
-        *_accelerator_args(accelerator, spec.machine.vcpus),
+        *_accelerator_args(accelerator, spec.machine),
         *("-smp", str(spec.machine.vcpus)),
         *("-m", f"{spec.machine.memory_mib}M"),
         *("-object", _memory_object(ram, spec.machine.memory_mib)),
@@ -72,16 +72,16 @@ def render_args(qemu: str, accelerator: str, spec: BootSpec, seat: Seat, ram: Ra
 
 
 def _kernel_args(accelerator: str) -> str:
-    args = f"{_KERNEL_ARGS} {_QUIET_KERNEL_ARGS}"
-    return f"{args} {_TCG_KERNEL_ARGS}" if accelerator == "tcg" else args
+    return f"{KERNEL_ARGS} {_TCG_KERNEL_ARGS}" if accelerator == "tcg" else KERNEL_ARGS
 
 
-def _accelerator_args(accelerator: str, vcpus: int) -> list[str]:
+def _accelerator_args(accelerator: str, machine: MachineSpec) -> list[str]:
     if accelerator == "kvm":
         return ["-accel", "kvm", "-cpu", "host,migratable=on"]
     # One vCPU needs no translation that is safe among threads.
-    thread = "single" if vcpus == 1 else "multi"
-    return ["-accel", f"tcg,thread={thread},tb-size={_TCG_BUFFER_MIB}", "-cpu", "max"]
+    thread = "single" if machine.vcpus == 1 else "multi"
+    buffer_mib = max(_TCG_BUFFER_MIB, machine.memory_mib // _TCG_BUFFER_SHARE)
+    return ["-accel", f"tcg,thread={thread},tb-size={buffer_mib}", "-cpu", "max"]
 
 
 def _memory_object(ram: Ram, size_mib: int) -> str:

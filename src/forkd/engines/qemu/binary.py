@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 import shutil
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 from forkd.errors import HostLacks
+from forkd.host.cpu import parse_cpu
 
 _NAME = "qemu-system-x86_64"
 _VERSION_DEADLINE_S = 20.0
@@ -47,15 +46,3 @@ def render_platform(binary: Binary, accelerator: str, cpuinfo: str) -> dict[str,
     """What a frozen VM must find again. Emulated CPUs are the same on every host; with KVM the CPU is the host's."""
     cpu = "emulated" if accelerator == "tcg" else parse_cpu(cpuinfo)
     return {"qemu": binary.version, "accelerator": accelerator, "cpu": cpu}
-
-
-def parse_cpu(cpuinfo: str) -> str:
-    pairs = (line.partition(":") for line in cpuinfo.splitlines())
-    fields = {name.strip(): value.strip() for name, _, value in pairs}
-    flags = hashlib.sha256(" ".join(sorted(fields.get("flags", "").split())).encode()).hexdigest()[:12]
-    return f"{fields.get('model name', 'unknown')} flags-{flags}"
-
-
-def read_cpuinfo() -> str:
-    # Only the first processor: the others repeat it.
-    return Path("/proc/cpuinfo").read_text().partition("\n\n")[0]

@@ -8,15 +8,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from forkd.engines.base import BootSpec, Frozen, Machine, Phases
-from forkd.engines.machine import CONSOLE, made_directory
+from forkd.engines.cpu_template import refuse_cpu_template
+from forkd.engines.machine import CONSOLE, grouped, made_directory
 from forkd.engines.qemu.args import Ram, Seat, render_args
-from forkd.engines.qemu.binary import find_binary, read_cpuinfo, render_platform
+from forkd.engines.qemu.binary import find_binary, render_platform
 from forkd.engines.qemu.machine import VMM_LOG, QemuMachine, adopt
 from forkd.engines.qemu.monitor import QMP_SOCKET, Monitor
 from forkd.engines.sockets import AGENT_SOCKET, connected_socket, listening_socket
 from forkd.errors import SnapshotIncompatible
+from forkd.host.cgroup import Group
+from forkd.host.cpu import read_cpuinfo
 from forkd.host.marked import Marked, render_environment
 from forkd.host.process import spawn
+from forkd.model.limits import NO_LIMITS, Limits
 
 MEMORY_FILE = "memory"
 STATE_FILE = "state"
@@ -39,11 +43,12 @@ class QemuEngine:
         self.isolation = "qemu-tcg" if accelerator == "tcg" else "qemu-kvm"
 
     async def boot(self, spec: BootSpec, directory: Path, memory_in: Path) -> Machine:
+        refuse_cpu_template(spec.machine, self.name)
         memory = memory_in / MEMORY_FILE
         # Sized here, so that QEMU need not write it and the limit on its console file can be tight.
         with memory.open("xb") as file:
             file.truncate(spec.machine.memory_mib * 1024 * 1024)
-        return self._start(spec, directory, Ram(memory, shared=True), state=None)
+        return self._start(spec, directory, Ram(memory, shared=True), None, NO_LIMITS)
 
     async def freeze(self, machine: Machine, into: Path) -> Mapping[str, str]:
         assert isinstance(machine, QemuMachine)
@@ -63,19 +68,21 @@ class QemuEngine:
                     hint="Make the snapshot again on this host: forkd snapshot create",
                 )
 
-    async def fork(self, frozen: Frozen, directory: Path) -> Machine:
+    async def fork(self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
         ram = Ram(frozen.directory / MEMORY_FILE, shared=False)
-        return self._start(frozen.boot, directory, ram, state=frozen.directory / STATE_FILE)
+        return self._start(frozen.boot, directory, ram, frozen.directory / STATE_FILE, limits)
 
     async def adopt(self, directory: Path, leader: Marked | None = None) -> Machine:
         return await adopt(directory, leader)
 
-    def _start(self, spec: BootSpec, directory: Path, ram: Ram, state: Path | None) -> QemuMachine:
+    def _start(self, spec: BootSpec, directory: Path, ram: Ram, state: Path | None, limits: Limits) -> QemuMachine:
         phases = Phases(time.monotonic())
-        with made_directory(directory):
-            return self._spawn(spec, directory, ram, state, phases)
+        with made_directory(directory), grouped(directory, limits, [spec.root, ram.path]) as group:
+            return self._spawn(spec, directory, ram, state, group, phases)
 
-    def _spawn(self, spec: BootSpec, directory: Path, ram: Ram, state: Path | None, phases: Phases) -> QemuMachine:
+    def _spawn(
+        self, spec: BootSpec, directory: Path, ram: Ram, state: Path | None, group: Group | None, phases: Phases
+    ) -> QemuMachine:
         with ExitStack() as ours, ExitStack() as on_failure:
             agent = ours.enter_context(listening_socket(directory / AGENT_SOCKET))
             qmp = ours.enter_context(listening_socket(directory / QMP_SOCKET))
@@ -89,9 +96,11 @@ class QemuEngine:
                 inherited_fds=[agent.fileno(), qmp.fileno(), *([] if state_fd is None else [state_fd])],
                 max_file_bytes=_MAX_PARENT_FILE_BYTES if state is None else _MAX_CONSOLE_BYTES,
                 outlive=self._outlive and state is not None,
+                group=group,
             )
             on_failure.pop_all()
-        machine = QemuMachine(directory, process, channel, phases, Monitor(directory.name, control))
+        monitor = Monitor(directory.name, control)
+        machine = QemuMachine(directory, process, phases, monitor, channel=channel, group=group)
         # Ours is closed by now; QEMU has inherited the descriptor under the same number.
         machine.start(state_fd)
         return machine

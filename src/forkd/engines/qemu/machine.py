@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 
 from forkd.engines.base import ExitReason, Phases, tail_of
-from forkd.engines.machine import ProcessMachine, found_process
+from forkd.engines.machine import ProcessMachine, found_process, parse_exit
 from forkd.engines.qemu.monitor import QMP_SOCKET, Monitor
 from forkd.engines.sockets import AGENT_SOCKET, reach
 from forkd.errors import EngineFailed
+from forkd.host.cgroup import Group, find_group
 from forkd.host.marked import Marked
 from forkd.host.process import ExitStatus, WatchedProcess
 
@@ -25,14 +26,15 @@ class QemuMachine(ProcessMachine):
         self,
         directory: Path,
         process: WatchedProcess,
-        channel: socket.socket,
         phases: Phases,
         monitor: Monitor,
         *,
+        channel: socket.socket,
+        group: Group | None,
         paused: bool = False,
     ) -> None:
         """One whose monitor is connected, or about to be: see `start`."""
-        super().__init__(directory, process, channel, phases, paused=paused)
+        super().__init__(directory, process, phases, channel=channel, group=group, paused=paused)
         self.monitor = monitor
         self._started: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -101,7 +103,8 @@ async def adopt(directory: Path, leader: Marked | None) -> QemuMachine:
         except BaseException:
             await monitor.close()
             raise
-        return QemuMachine(directory, process, channel, Phases(time.monotonic()), monitor, paused=paused)
+        group, phases = find_group(directory), Phases(time.monotonic())
+        return QemuMachine(directory, process, phases, monitor, channel=channel, group=group, paused=paused)
 
 
 def parse_paused(answer: object) -> bool:
@@ -110,13 +113,3 @@ def parse_paused(answer: object) -> bool:
     if status not in ("running", "paused"):
         raise EngineFailed(f"QEMU says that the VM is {status}", hint="Kill it and fork another")
     return bool(status == "paused")
-
-
-def parse_exit(status: ExitStatus, console: str) -> ExitReason:
-    """Why a QEMU that nobody killed has ended. It exits with 0 both on power-off and on a panic's reboot."""
-    unknown = status.code is None and status.signal is None
-    if status.code != 0 and not unknown:
-        return ExitReason.CRASHED
-    if "Kernel panic" in console:
-        return ExitReason.PANICKED
-    return ExitReason.UNKNOWN if unknown and "Power down" not in console else ExitReason.POWERED_OFF

@@ -1,0 +1,129 @@
+"""Where one Firecracker lives: as root in a jail of its own, else in its directory.
+
+Either way it meets its files under the same short names, in what it takes for its working directory: a snapshot
+remembers those names, and in every child they mean the child's own.
+
+    <directory>/console.log                 ours: what the guest and a failing jailer wrote
+    <directory>/fstab                       ours: what is bound into the jail
+    <directory>/firecracker/<id>/root/      the jail; without one, all of it is in <directory>
+        root.erofs memory state             what it is given: bound (in its own mount namespace) or linked
+        api.sock agent.sock firecracker.log what it makes
+
+A jailed Firecracker owns its root and may put anything there. Who opens something in it follows no links.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from forkd.host.firecracker import Binaries
+
+API_SOCKET = "api.sock"
+VMM_LOG = "firecracker.log"
+_FSTAB = "fstab"
+_ARGUMENTS = ("--api-sock", API_SOCKET, "--log-path", VMM_LOG, "--level", "Warn")
+
+# Above what people and services have.
+_UID_BASE = 0x40000000
+
+# Who runs this stands in front of the jail's namespaces and waits; when it dies, so does the first process in them,
+# and with that one (the kernel sees to it) all others.
+_UNSHARE = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--")
+# That first process. What it runs is not its last command, so that it stays, and tells how it ended.
+_INSIDE = """\
+mount --all --fstab "$1" || exit 1
+shift
+"$@"
+exit $?
+"""
+
+
+@dataclass(frozen=True)
+class Given:
+    """A file or directory of ours that Firecracker gets to see."""
+
+    path: Path
+    writable: bool = False
+
+
+@dataclass(frozen=True)
+class Seat:
+    """`jails` is what the jailer calls the directory of its jails: after the program in them. None: no jail."""
+
+    directory: Path
+    jails: str | None
+
+    @property
+    def jailed(self) -> bool:
+        return self.jails is not None
+
+    @property
+    def root(self) -> Path:
+        """What is a relative name for Firecracker, is in here for us."""
+        return self.directory / self.jails / self.directory.name / "root" if self.jails else self.directory
+
+    @classmethod
+    def found(cls, directory: Path) -> Seat:
+        """Of one that was started already."""
+        jails = (path.parent.parent.name for path in directory.glob(f"*/{directory.name}/root"))
+        return cls(directory, next(jails, None))
+
+    @property
+    def owner(self) -> int:
+        """The user and group that a jailed one runs as: another in every directory that there is."""
+        return _UID_BASE + self.directory.stat().st_ino % _UID_BASE
+
+    @property
+    def tap(self) -> str:
+        """In a network namespace of its own any name would do; one that is nobody else's can also be moved out."""
+        return f"fd{hashlib.sha256(os.fsencode(self.directory)).hexdigest()[:12]}"
+
+    def furnish(self, given: Mapping[str, Given]) -> None:
+        """Make a place for each thing: what is bound needs something to be bound over, and a log is not made by it."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        log = self.root / VMM_LOG
+        log.touch()
+        if self.jailed:
+            os.chown(log, self.owner, self.owner)
+            (self.directory / _FSTAB).write_text(self._render_fstab(given))
+        for name, thing in given.items():
+            place = self.root / name
+            if place == thing.path:
+                continue
+            if not self.jailed:
+                place.symlink_to(thing.path.absolute(), target_is_directory=thing.path.is_dir())
+            elif thing.path.is_dir():
+                place.mkdir()
+            else:
+                place.touch()
+            if self.jailed and thing.writable:
+                os.chown(thing.path, self.owner, self.owner)
+
+    def _render_fstab(self, given: Mapping[str, Given]) -> str:
+        # The root over itself first: the devices in it are of no use where its file system allows none, as /run.
+        binds = [(self.root, self.root, "bind,nosuid")]
+        for name, thing in given.items():
+            binds.append((thing.path.absolute(), self.root / name, "bind" if thing.writable else "bind,ro"))
+        return "".join(f"{_escaped(of)} {_escaped(at)} none {options} 0 0\n" for of, at, options in binds)
+
+    def render_command(self, binaries: Binaries, max_file_bytes: int) -> list[str]:
+        """`max_file_bytes` is the jailer's to set, after it has copied Firecracker; without a jail the caller does."""
+        if not self.jailed:
+            return [str(binaries.firecracker), "--id", self.directory.name, *_ARGUMENTS]
+        assert binaries.jailer is not None
+        jailer = [
+            *(str(binaries.jailer), "--id", self.directory.name, "--exec-file", str(binaries.firecracker)),
+            *("--uid", str(self.owner), "--gid", str(self.owner), "--chroot-base-dir", str(self.directory)),
+            *("--resource-limit", f"fsize={max_file_bytes}"),
+        ]
+        inside = ["/bin/sh", "-c", _INSIDE, "forkd-jail", str(self.directory / _FSTAB)]
+        return [*_UNSHARE, *inside, *jailer, "--", *_ARGUMENTS]
+
+
+def _escaped(path: Path) -> str:
+    """A field of an fstab has no white space, and a backslash begins a character's number."""
+    return "".join(f"\\{ord(c):03o}" if c in " \t\n\\#" else c for c in str(path))

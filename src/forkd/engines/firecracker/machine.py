@@ -1,0 +1,216 @@
+"""One Firecracker: its process and who keeps it, its API, its console."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import stat
+import time
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+from forkd.engines.base import ExitReason, Phases, tail_of
+from forkd.engines.firecracker.api import Api
+from forkd.engines.firecracker.jail import VMM_LOG, Seat
+from forkd.engines.firecracker.plan import (
+    AGENT_VSOCK_PORT,
+    Call,
+    parse_paused,
+    render_look,
+    render_pause,
+    render_resume,
+)
+from forkd.engines.firecracker.vsock import open_stream
+from forkd.engines.machine import ProcessMachine, parse_exit
+from forkd.engines.sockets import AGENT_SOCKET
+from forkd.errors import EngineFailed, GuestDied
+from forkd.host.cgroup import Group
+from forkd.host.marked import kill_marked
+from forkd.host.memory import start_time_ticks
+from forkd.host.process import KILL_DEADLINE_S, ExitStatus, WatchedProcess, children_of, take_over
+from forkd.host.tap import make_tap
+from forkd.host.threads import in_thread
+
+# How a shell tells that what it ran was ended by a signal.
+_SIGNALLED = 128
+# How long a guest may take to listen: from its boot on, or when it only has to wake up.
+_BOOT_PATIENCE_S = 180.0
+_PATIENCE_S = 30.0
+_HANG_UP_DEADLINE_S = 5.0
+# One that hung up is dying, as a rule; its exit follows within moments.
+_DEATH_DEADLINE_S = 1.0
+
+T = TypeVar("T")
+
+
+class FirecrackerMachine(ProcessMachine):
+    def __init__(
+        self,
+        seat: Seat,
+        process: WatchedProcess,
+        phases: Phases,
+        api: Api,
+        *,
+        group: Group | None,
+        parent: bool = False,
+        paused: bool = False,
+    ) -> None:
+        """`process` is the keeper of a jail, or Firecracker. `parent`: it boots, and is to be frozen."""
+        super().__init__(seat.directory, process, phases, group=group, paused=paused)
+        self._seat = seat
+        self._api = api
+        self._parent = parent
+        self._started: asyncio.Task[None] | None = None
+        self._first: WatchedProcess | None = None  # in the pid namespace of a jail: what ends it ends all
+        self._vmm_pid: int | None = None
+        self._stream: socket.socket | None = None  # of a parent: what was handed out, ours too
+
+    @property
+    def pid(self) -> int:
+        """Firecracker's, once it was seen; before that its keeper's."""
+        return super().pid if self._vmm_pid is None else self._vmm_pid
+
+    def start(self, calls: Sequence[Call], tap: str | None) -> None:
+        """Go through the start in the background; `running` waits for it. `tap`: made before it is asked for."""
+        self._started = asyncio.create_task(self._start(calls, tap), name=f"start {self._directory.name}")
+
+    async def running(self) -> None:
+        if self._started is not None:
+            await asyncio.shield(self._started)
+
+    async def _start(self, calls: Sequence[Call], tap: str | None) -> None:
+        await self.reach_api()
+        self.phases.mark("process start", time.monotonic())
+        if tap is not None:
+            await in_thread(lambda: make_tap(tap, self.pid, self._seat.owner))
+        for call in calls:
+            await self.ask(call)
+        self.phases.mark("resume", time.monotonic())
+
+    async def reach_api(self) -> None:
+        """Raises GuestDied, EngineFailed."""
+        await self._answered("its start", self._api.connect())
+        if self._seat.jailed:
+            self._find_inside()
+
+    async def take_up(self) -> None:
+        """Go on with one that another process started. Raises GuestDied, EngineFailed."""
+        await self.reach_api()
+        self._paused = parse_paused(await self.ask(render_look()))
+        try:
+            found = stat.S_ISSOCK((self._seat.root / AGENT_SOCKET).lstat().st_mode)
+        except OSError:
+            found = False
+        if not found:
+            raise EngineFailed(f"There is no {AGENT_SOCKET} of {self._directory.name}")
+
+    async def ask(self, call: Call) -> object:
+        """Raises GuestDied when Firecracker dies of it, EngineFailed when it refuses; both with its last lines."""
+        return await self._answered(f"{call.method} {call.path}", self._api.call(call))
+
+    async def pause(self) -> None:
+        await self.running()
+        await self.ask(render_pause())
+        self._paused = True
+
+    async def resume(self) -> None:
+        await self.running()
+        await self.ask(render_resume())
+        self._paused = False
+
+    async def release(self) -> None:
+        await super().release()
+        await self._let_go()
+
+    async def hang_up(self) -> None:
+        """End the stream to the agent from our side, and wait until the agent has done so from its own.
+
+        A guest that is frozen then waits for a client, and each of its children need not first lose one.
+        """
+        if self._stream is not None:
+            with contextlib.suppress(OSError, TimeoutError):  # it is lost already, or will be in every child
+                self._stream.shutdown(socket.SHUT_WR)
+                async with asyncio.timeout(_HANG_UP_DEADLINE_S):
+                    while await asyncio.get_running_loop().sock_recv(self._stream, 4096):
+                        pass
+
+    async def _reach_agent(self) -> socket.socket:
+        await self.running()
+        patience_s = _BOOT_PATIENCE_S if self._parent else _PATIENCE_S
+        opening = open_stream(self._seat.root / AGENT_SOCKET, AGENT_VSOCK_PORT, patience_s)
+        sock = await self._answered("connecting to the agent", opening)
+        if self._parent:
+            self._forget_stream()
+            self._stream = sock.dup()
+        return sock
+
+    def _forget_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    async def _answered(self, step: str, answer: Awaitable[T]) -> T:
+        """The answer, unless Firecracker ends first."""
+        asking, exited = asyncio.ensure_future(answer), self._process.exited
+        try:
+            waiting: list[asyncio.Future[Any]] = [asking, exited]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return asking.result()
+        except EngineFailed as error:
+            await asyncio.wait([exited], timeout=_DEATH_DEADLINE_S)
+            if not exited.done():
+                raise EngineFailed(error.message, hint=error.hint, details=self._last_words()) from error
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        status = self._status(exited.result())
+        raise GuestDied(
+            f"Firecracker ended during {step}: {self._reason_of(status).value} ({status})", details=self._last_words()
+        )
+
+    def _find_inside(self) -> None:
+        """Once its API is there, all processes of a jail are."""
+        first = next(iter(children_of(self._process.pid)), None)
+        inside = children_of(first) if first is not None else []
+        started = start_time_ticks(first) if first is not None else None
+        if first is None or started is None or not inside:
+            raise EngineFailed("The processes in the jail cannot be seen", hint="forkd reads them in /proc")
+        self._first, self._vmm_pid = take_over(first, started), inside[0]
+
+    async def _end_process(self) -> None:
+        if self._first is not None:
+            # From inside to outside: its keeper's end then says that all is over.
+            self._first.send_signal(signal.SIGKILL)
+            async with asyncio.timeout(KILL_DEADLINE_S):
+                await asyncio.shield(self._first.exited)
+        await super()._end_process()
+        if self._seat.jailed and self._first is None:
+            await in_thread(lambda: kill_marked(self._directory))
+        await self._let_go()
+
+    async def _let_go(self) -> None:
+        if self._started is not None:
+            self._started.cancel()
+            await asyncio.gather(self._started, return_exceptions=True)
+        if self._first is not None:
+            self._first.release()
+        self._forget_stream()
+        await self._api.close()
+
+    def _status(self, status: ExitStatus) -> ExitStatus:
+        if self._seat.jailed and status.code is not None and status.code > _SIGNALLED:
+            return ExitStatus(None, status.code - _SIGNALLED)
+        return status
+
+    def _reason(self, status: ExitStatus) -> ExitReason:
+        return parse_exit(status, self.console_tail())
+
+    def _vmm_output(self) -> str:
+        return tail_of(self._seat.root / VMM_LOG)
+
+    def _last_words(self) -> str | None:
+        """Of Firecracker, or of what failed before there was one; that is among what the guest wrote."""
+        return "\n".join(part for part in (self._vmm_output(), self.console_tail().strip()) if part) or None

@@ -1,0 +1,103 @@
+"""What Firecracker is asked over its API, call by call. Pure.
+
+File names are those Firecracker meets in its own directory, never paths of the host: a snapshot remembers them, and
+in every child they mean the child's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from forkd.engines.base import BootSpec
+from forkd.engines.kernel_args import KERNEL_ARGS
+from forkd.engines.sockets import AGENT_SOCKET
+from forkd.errors import EngineFailed, InvalidInput
+
+AGENT_VSOCK_PORT = 1024
+MAX_VCPUS = 32
+# Firecracker answers at once, or a little later on a host that is busy with many others. Writing all memory takes time.
+ANSWER_DEADLINE_S = 60.0
+FREEZE_DEADLINE_S = 600.0
+
+_NIC = "eth0"
+_GUEST_CID = 3  # the first that is free; each Firecracker has a vsock of its own
+# A reset through the keyboard controller is how a guest ends; the other parts of that controller are not looked for.
+_KEYBOARD_ARGS = "reboot=k i8042.noaux i8042.nomux i8042.nopnp i8042.dumbkbd"
+_KERNEL_ARGS = f"{KERNEL_ARGS} {_KEYBOARD_ARGS} pci=off 8250.nr_uarts=1 forkd.agent=vsock:{AGENT_VSOCK_PORT}"
+
+
+@dataclass(frozen=True)
+class Call:
+    method: str
+    path: str
+    body: Mapping[str, Any] | None = None
+    deadline_s: float = ANSWER_DEADLINE_S
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path}"
+
+
+def render_boot(spec: BootSpec, kernel: str, initrd: str, root: str, tap: str | None = None) -> list[Call]:
+    """`tap`: the host's end of the guest's network interface, when it is to have one."""
+    machine = spec.machine
+    if machine.vcpus > MAX_VCPUS:
+        raise InvalidInput(
+            f"Firecracker cannot run a machine with {machine.vcpus} vCPUs",
+            hint=f"Use 1 to {MAX_VCPUS}, or another engine",
+        )
+    config: dict[str, Any] = {"vcpu_count": machine.vcpus, "mem_size_mib": machine.memory_mib, "smt": False}
+    if machine.cpu_template is not None:
+        config["cpu_template"] = machine.cpu_template
+    boot = {"kernel_image_path": kernel, "initrd_path": initrd, "boot_args": _KERNEL_ARGS}
+    drive = {"drive_id": "root", "path_on_host": root, "is_root_device": False, "is_read_only": True}
+    return [
+        Call("PUT", "/machine-config", config),
+        Call("PUT", "/boot-source", boot),
+        Call("PUT", "/drives/root", drive),
+        Call("PUT", "/vsock", {"guest_cid": _GUEST_CID, "uds_path": AGENT_SOCKET}),
+        Call("PUT", "/entropy", {}),
+        *([Call("PUT", f"/network-interfaces/{_NIC}", {"iface_id": _NIC, "host_dev_name": tap})] if tap else []),
+        Call("PUT", "/actions", {"action_type": "InstanceStart"}),
+    ]
+
+
+def render_freeze(state: str, memory: str) -> list[Call]:
+    create = {"snapshot_type": "Full", "snapshot_path": state, "mem_file_path": memory}
+    return [render_pause(), Call("PUT", "/snapshot/create", create, FREEZE_DEADLINE_S)]
+
+
+def render_load(state: str, memory: str, tap: str | None = None) -> Call:
+    """The memory file is mapped privately: it stays as it is, and its pages are shared until they are written to.
+
+    `tap` takes the place of the parent's, of which the snapshot knows the name.
+    """
+    load: dict[str, Any] = {
+        "snapshot_path": state,
+        "mem_backend": {"backend_type": "File", "backend_path": memory},
+        "resume_vm": True,
+    }
+    if tap is not None:
+        load["network_overrides"] = [{"iface_id": _NIC, "host_dev_name": tap}]
+    return Call("PUT", "/snapshot/load", load)
+
+
+def render_pause() -> Call:
+    return Call("PATCH", "/vm", {"state": "Paused"})
+
+
+def render_resume() -> Call:
+    return Call("PATCH", "/vm", {"state": "Resumed"})
+
+
+def render_look() -> Call:
+    return Call("GET", "/")
+
+
+def parse_paused(answer: object) -> bool:
+    """From `render_look`. A VM that neither runs nor was paused is none that can be taken over."""
+    state = answer.get("state") if isinstance(answer, dict) else None
+    if state not in ("Running", "Paused"):
+        raise EngineFailed(f"Firecracker says that the VM is {state}", hint="Kill it and fork another")
+    return bool(state == "Paused")

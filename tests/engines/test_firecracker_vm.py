@@ -1,0 +1,456 @@
+"""Real VMs on the firecracker engine: how they are jailed, what they share, how they end, what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Awaitable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_cases import Case, left_behind
+
+from forkd.engines.base import ExitReason, Frozen, Machine
+from forkd.errors import EngineFailed, ForkdError, GuestDied, InvalidInput
+from forkd.guest.calls import Agent
+from forkd.guest.identity import become
+from forkd.host.cgroup_place import find_place
+from forkd.host.marked import find_marked
+from forkd.host.memory import memory_use
+from forkd.model.limits import NO_LIMITS, Limits
+from forkd.model.machine import MachineSpec
+from forkd.runtime.engines import FirecrackerEngine
+from forkd.runtime.sandbox import Sandbox
+from forkd.runtime.spawn import fork_children, fork_one, kill_all, new_identities
+from forkd.runtime.warmup import booted
+
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("nothing_left", "no_jail_left")]
+
+_NAMESPACES = ("mnt", "net", "pid")
+
+
+@pytest.fixture
+def no_jail_left() -> Iterator[None]:
+    """No control group, network interface or namespace more than before."""
+    before = _left()
+    yield
+    assert _left() == before
+
+
+def _left() -> tuple[set[str], set[str], set[str]]:
+    base = find_place().base  # type: ignore[union-attr]
+    groups = {str(path) for path in base.rglob("*") if path.is_dir()}
+    namespaces = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        for kind in _NAMESPACES:
+            try:
+                namespaces.add(os.readlink(process / "ns" / kind))
+            except OSError:
+                continue
+    return groups, set(os.listdir("/sys/class/net")), namespaces
+
+
+def _status(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def test_every_child_is_jailed_and_no_two_are_the_same_user(frozen_firecracker: Case, run_directory: Path) -> None:
+    async def body() -> None:
+        engine, frozen = frozen_firecracker.engine, frozen_firecracker.frozen
+        children = (await fork_children(engine, frozen, new_identities(3), run_directory)).sandboxes
+        try:
+            uids = set()
+            for child in children:
+                pid = child.machine.pid
+                assert "firecracker" in Path(f"/proc/{pid}/cmdline").read_text()
+                status = _status(pid)
+                uids.add(status["Uid"])
+                assert int(status["CapEff"], 16) == 0 and int(status["CapBnd"], 16) >= 0
+                assert status["NoNewPrivs"] == "1"
+                for thread in Path(f"/proc/{pid}/task").iterdir():
+                    assert _status(int(thread.name))["Seccomp"] == "2", "every thread has Firecracker's own filter"
+                for kind in _NAMESPACES:
+                    assert os.readlink(f"/proc/{pid}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}")
+                inside = {path.name for path in Path(f"/proc/{pid}/root").iterdir()}
+                assert {"memory", "state", "root.erofs", "agent.sock", "api.sock"} <= inside
+                assert not {"etc", "home", "proc", "usr"} & inside
+                group = Path(f"/proc/{pid}/cgroup").read_text().strip()
+                assert group.startswith("0::/forkd/") and group.endswith(child.id)
+            assert len(uids) == 3
+            assert not any(words.split()[0] == "0" for words in uids)
+        finally:
+            await kill_all(children)
+
+    asyncio.run(body())
+
+
+def test_a_jailed_vmm_may_read_what_it_was_given_and_write_none_of_it(
+    frozen_firecracker: Case, run_directory: Path
+) -> None:
+    async def body() -> None:
+        engine, frozen = frozen_firecracker.engine, frozen_firecracker.frozen
+        child = await fork_one(engine, frozen, new_identities(1)[0], run_directory)
+        try:
+            mounts = Path(f"/proc/{child.machine.pid}/mounts").read_text().splitlines()
+            options = {line.split()[1]: line.split()[3].split(",") for line in mounts}
+            for name in ("/memory", "/state", "/root.erofs"):
+                assert "ro" in options[name]
+        finally:
+            await child.kill()
+
+    asyncio.run(body())
+
+
+def test_thirty_children_are_all_correct_and_share_their_memory(frozen_firecracker: Case, run_directory: Path) -> None:
+    async def body() -> None:
+        engine, frozen = frozen_firecracker.engine, frozen_firecracker.frozen
+        resident = (frozen.directory / "memory").stat().st_blocks * 512
+        children = (await fork_children(engine, frozen, new_identities(30), run_directory)).sandboxes
+        try:
+            answers = await asyncio.gather(*(child.agent.eval("past + int(numpy.ones(1)[0])") for child in children))
+            assert [answer.value for answer in answers] == [42] * 30
+            for of in ("hostname", "machine_id", "urandom", "random", "numpy"):
+                assert len({getattr(child.proof, of) for child in children}) == 30, of
+            assert max(memory_use(child.machine.pid).unique_bytes for child in children) < resident / 10
+        finally:
+            await kill_all(children)
+
+    asyncio.run(body())
+
+
+def test_nothing_of_its_parents_place_is_frozen_into_a_snapshot(frozen_firecracker: Case) -> None:
+    frozen = frozen_firecracker.frozen
+    state = (frozen.directory / "state").read_bytes()
+    assert b"agent.sock" in state and b"root.erofs" in state
+    for place in (b"/agent.sock", b"/root.erofs", b"/tmp/", os.fsencode(frozen.directory)):
+        assert place not in state
+    assert stat.S_IMODE((frozen.directory / "memory").stat().st_mode) == 0o644
+
+
+def test_a_jail_works_where_the_file_system_allows_no_devices(frozen_firecracker: Case, run_directory: Path) -> None:
+    place = run_directory / "no devices"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "nodev,nosuid", "tmpfs", place], check=True)
+    try:
+        child = fork_one(frozen_firecracker.engine, frozen_firecracker.frozen, new_identities(1)[0], place)
+        asyncio.run(_kill_when_ready(child))
+    finally:
+        subprocess.run(["umount", place], check=True)
+        place.rmdir()
+
+
+async def _kill_when_ready(forking: Awaitable[Sandbox]) -> None:
+    await (await forking).kill()
+
+
+@pytest.mark.parametrize(("vcpus", "memory_mib"), [(1, 128), (8, 320)])
+def test_a_machine_has_the_size_that_was_asked_for(
+    frozen_firecracker: Case, run_directory: Path, tmp_path: Path, vcpus: int, memory_mib: int
+) -> None:
+    spec = replace(frozen_firecracker.frozen.boot, machine=MachineSpec(memory_mib, vcpus))
+    code = "import os\n(os.cpu_count(), os.sysconf('SC_PHYS_PAGES') * 4096 // 2**20)"
+
+    async def body() -> None:
+        engine = frozen_firecracker.engine
+        async with booted(engine, spec, run_directory / "parent", tmp_path) as (machine, agent):
+            cpus, seen_mib = (await agent.eval(code)).value
+            assert cpus == vcpus and memory_mib * 0.7 < seen_mib <= memory_mib
+            await agent.prepare_freeze()
+            platform = await engine.freeze(machine, tmp_path)
+        child = await fork_one(engine, Frozen(tmp_path, spec, platform), new_identities(1)[0], run_directory)
+        try:
+            assert (await child.agent.eval(code)).value == [vcpus, seen_mib]
+        finally:
+            await child.kill()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(("key", "reason"), [("c", ExitReason.PANICKED), ("b", ExitReason.POWERED_OFF)])
+def test_why_a_guest_ended_is_told(frozen_firecracker: Case, run_directory: Path, key: str, reason: ExitReason) -> None:
+    async def body() -> None:
+        engine, frozen = frozen_firecracker.engine, frozen_firecracker.frozen
+        child = await fork_one(engine, frozen, new_identities(1)[0], run_directory)
+        try:
+            asking = asyncio.create_task(child.agent.eval(f"open('/proc/sysrq-trigger', 'w').write('{key}')"))
+            death = await asyncio.wait_for(asyncio.shield(child.machine.death), 60)
+            await asyncio.gather(asking, return_exceptions=True)
+            assert death.reason is reason
+        finally:
+            await child.kill()
+
+    asyncio.run(body())
+
+
+def test_a_guest_that_floods_its_console_ends_and_fills_no_disk(
+    frozen_firecracker: Case, run_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each byte is an exit from the guest; the real bound would take minutes to reach in the lab.
+    monkeypatch.setattr("forkd.engines.firecracker.engine._MAX_CONSOLE_BYTES", 16 * 1024)
+    flood = "with open('/dev/ttyS0', 'w') as tty:\n    for _ in range(40):\n        tty.write('x' * 999 + '\\n')"
+
+    async def body() -> None:
+        engine, frozen = frozen_firecracker.engine, frozen_firecracker.frozen
+        child = await fork_one(engine, frozen, new_identities(1)[0], run_directory)
+        try:
+            asking = asyncio.create_task(child.agent.eval(flood))
+            death = await asyncio.wait_for(asyncio.shield(child.machine.death), 120)
+            await asyncio.gather(asking, return_exceptions=True)
+            (console,) = (run_directory / child.id).rglob("console.log")
+            assert 15 * 1024 < console.stat().st_size <= 16 * 1024
+            assert death.reason is ExitReason.CRASHED and "xxxx" in child.machine.console_tail()
+        finally:
+            await child.kill()
+
+    asyncio.run(body())
+
+
+def test_what_is_left_of_a_killed_owner_can_be_ended_by_its_mark_alone(
+    frozen_firecracker: Case, run_directory: Path
+) -> None:
+    with left_behind(frozen_firecracker, run_directory) as directory:
+        (seat,) = directory.glob("firecracker/*/root")
+        inside = (seat.stat().st_dev, seat.stat().st_ino)
+        assert _processes_rooted_at(inside)
+    # left_behind ends processes by their mark; a jailed Firecracker has none itself.
+    assert not _processes_rooted_at(inside)
+
+
+def _processes_rooted_at(inside: tuple[int, int]) -> list[str]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            info = (process / "root").stat()
+        except OSError:
+            continue
+        if (info.st_dev, info.st_ino) == inside:
+            found.append(process.name)
+    return found
+
+
+async def _at_once(_machine: Machine) -> None: ...
+
+
+async def _when_it_runs(machine: Machine) -> None:
+    await machine.running()
+
+
+async def _when_it_has_answered(machine: Machine) -> None:
+    agent = Agent.attach(await machine.connect())
+    try:
+        await become(agent, new_identities(1)[0])
+    finally:
+        agent.close()
+
+
+async def _after_a_crash(machine: Machine) -> None:
+    await machine.running()
+    os.kill(machine.pid, signal.SIGKILL)
+
+
+def test_a_hundred_rounds_of_fork_and_kill_leave_nothing(frozen_firecracker: Case, run_directory: Path) -> None:
+    moments = (_at_once, _when_it_runs, _at_once, _after_a_crash, *(4 * [_at_once]), _when_it_has_answered, _at_once)
+
+    async def body() -> None:
+        for number in range(100):
+            machine = await frozen_firecracker.engine.fork(frozen_firecracker.frozen, run_directory / f"sb-{number}")
+            try:
+                await asyncio.sleep(number % 7 / 15)
+                await moments[number % 10](machine)
+            finally:
+                await machine.kill()
+            assert list(run_directory.iterdir()) == []
+        assert find_marked(run_directory) == {}
+
+    before = _left(), _sockets()
+    asyncio.run(body())
+    assert (_left(), _sockets()) == before
+
+
+def _sockets() -> list[str]:
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return sorted(name for name in (line.split()[-1] for line in lines) if "agent.sock" in name or "api.sock" in name)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_one_that_dies_while_loading_is_named_and_the_others_are_ended_or_kept(
+    frozen_firecracker: Case, run_directory: Path, monkeypatch: pytest.MonkeyPatch, partial: bool
+) -> None:
+    engine, frozen = frozen_firecracker.engine, frozen_firecracker.frozen
+    memory = (frozen.directory / "memory").stat()
+    begun: list[Machine] = []
+    fork = engine.fork
+
+    async def fork_and_lose_one(frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
+        machine = await fork(frozen, directory, limits)
+        begun.append(machine)
+        if len(begun) == 17:
+            os.kill(machine.pid, signal.SIGKILL)
+        return machine
+
+    monkeypatch.setattr(engine, "fork", fork_and_lose_one)
+
+    async def body() -> None:
+        identities = new_identities(18 if partial else 30)
+        forking = fork_children(engine, frozen, identities, run_directory, allow_partial=partial)
+        if not partial:
+            with pytest.raises(GuestDied, match=r"Firecracker ended during .*SIGKILL"):
+                await forking
+            return
+        forked = await forking
+        assert len(forked.sandboxes) == 17
+        (error,) = forked.errors.values()
+        assert isinstance(error, GuestDied) and "SIGKILL" in error.message
+        await kill_all(forked.sandboxes)
+
+    asyncio.run(body())
+    now = (frozen.directory / "memory").stat()
+    assert (now.st_mtime_ns, now.st_size) == (memory.st_mtime_ns, memory.st_size)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "step"),
+    [
+        (lambda path: (path / "state").write_bytes(b"no state"), "PUT /snapshot/load"),
+        (lambda path: os.truncate(path / "memory", 4096), "PUT /snapshot/load"),
+    ],
+    ids=["another state", "a short memory"],
+)
+def test_files_that_firecracker_does_not_load_are_an_error_with_its_own_words(
+    frozen_firecracker: Case, run_directory: Path, tmp_path: Path, spoil: object, step: str
+) -> None:
+    engine, frozen = frozen_firecracker.engine, frozen_firecracker.frozen
+    for name in ("state", "memory"):
+        (tmp_path / name).write_bytes((frozen.directory / name).read_bytes())
+    assert callable(spoil)
+    spoil(tmp_path)
+    with pytest.raises(ForkdError, match=step) as caught:
+        asyncio.run(fork_one(engine, replace(frozen, directory=tmp_path), new_identities(1)[0], run_directory))
+    assert caught.value.code in ("engine_failed", "guest_died")
+    assert "napshot" in caught.value.message + str(caught.value.details)
+
+
+def test_a_cpu_template_that_is_not_for_this_cpu_is_refused_by_name(
+    frozen_firecracker: Case, run_directory: Path, tmp_path: Path
+) -> None:
+    spec = replace(frozen_firecracker.frozen.boot, machine=MachineSpec(128, 1, "T2CL"))
+
+    async def body() -> None:
+        with pytest.raises(EngineFailed, match=r"Firecracker refused PUT /.*emplate"):
+            async with booted(frozen_firecracker.engine, spec, run_directory / "parent", tmp_path):
+                pass
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("kernel", [b"", b"\x7fELF not really", b"MZ" + bytes(4096)], ids=["empty", "an ELF", "zeros"])
+def test_a_kernel_that_is_none_is_refused(
+    frozen_firecracker: Case, run_directory: Path, tmp_path: Path, kernel: bytes
+) -> None:
+    (tmp_path / "vmlinuz").write_bytes(kernel)
+    spec = replace(frozen_firecracker.frozen.boot, kernel=tmp_path / "vmlinuz")
+
+    async def body() -> None:
+        with pytest.raises((EngineFailed, InvalidInput), match="ernel"):
+            async with booted(frozen_firecracker.engine, spec, run_directory / "parent", tmp_path):
+                pass
+
+    asyncio.run(body())
+
+
+def test_a_firecracker_that_crashes_at_its_start_is_an_error_with_its_last_lines(
+    frozen_firecracker: Case, run_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "firecracker"
+    broken.write_text(
+        '#!/bin/busybox sh\ncase "$*" in *--version*) echo "Firecracker v1.12.1"; exit 0;; esac\n'
+        "echo it hurts >&2\nexit 3\n"
+    )
+    broken.chmod(0o755)
+    monkeypatch.setenv("FORKD_FIRECRACKER", str(broken))
+    engine = FirecrackerEngine()
+    with pytest.raises(GuestDied, match="Firecracker ended during its start") as caught:
+        asyncio.run(fork_one(engine, frozen_firecracker.frozen, new_identities(1)[0], run_directory))
+    assert caught.value.details
+
+
+_NOBODY = 65534
+_AS_NOBODY = """
+import asyncio, logging, pickle, sys
+from pathlib import Path
+from forkd.engines.base import Frozen
+from forkd.errors import HostLacks
+from forkd.runtime.engines import FirecrackerEngine, open_engine
+from forkd.runtime.spawn import fork_children, kill_all, new_identities
+from forkd.runtime.warmup import Warmup, booted, warm_up
+logging.basicConfig(format="log: %(message)s")
+place, spec = Path(sys.argv[1]), pickle.loads(sys.stdin.buffer.read())
+
+async def main():
+    engine = FirecrackerEngine()
+    print("isolation:", engine.isolation, flush=True)
+    async with booted(engine, spec, place / "parent", place / "snapshot") as (machine, agent):
+        await warm_up(agent, Warmup("past = 41"))
+        await agent.prepare_freeze()
+        platform = await engine.freeze(machine, place / "snapshot")
+    frozen = Frozen(place / "snapshot", spec, platform)
+    children = (await fork_children(engine, frozen, new_identities(2), place)).sandboxes
+    try:
+        print("answers:", [(await child.agent.eval("past + 1")).value for child in children], flush=True)
+        print("uids:", {Path(f"/proc/{child.machine.pid}").stat().st_uid for child in children}, flush=True)
+    finally:
+        await kill_all(children)
+    print("left:", sorted(path.name for path in place.iterdir()), flush=True)
+
+try:
+    open_engine("firecracker")
+except HostLacks as error:
+    print("lacks:", error.message, flush=True)
+else:
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("may_open_kvm", [True, False])
+def test_without_root_there_is_no_jail_which_is_said_and_kvm_has_to_be_open(
+    frozen_firecracker: Case, run_directory: Path, may_open_kvm: bool
+) -> None:
+    spec = replace(frozen_firecracker.frozen.boot, machine=MachineSpec(128, 1))
+    place = run_directory / "nobody"
+    (place / "snapshot").mkdir(parents=True)
+    for path in (run_directory, place, place / "snapshot"):
+        os.chown(path, _NOBODY, _NOBODY)
+    kvm = Path("/dev/kvm")
+    mode = kvm.stat().st_mode
+    kvm.chmod(0o666 if may_open_kvm else 0o600)
+    try:
+        done = subprocess.run(
+            [
+                *("setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", "--"),
+                *(sys.executable, "-c", _AS_NOBODY, str(place)),
+            ],
+            env={**os.environ, "FORKD_HOME": str(place / "home"), "FORKD_RUNTIME_DIR": str(place / "run")},
+            input=pickle.dumps(spec),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=300,
+        )
+    finally:
+        kvm.chmod(stat.S_IMODE(mode))
+        shutil.rmtree(place)
+    said = dict(line.split(": ", 1) for line in done.stdout.decode().splitlines() if ": " in line)
+    if may_open_kvm:
+        assert said["isolation"] == "firecracker-no-jail", done.stdout.decode()
+        assert "without a jail" in said["log"]
+        assert (said["answers"], said["uids"]) == ("[42, 42]", str({_NOBODY}))
+        assert said["left"] == "['snapshot']"
+    else:
+        assert "may not open /dev/kvm" in said["lacks"], done.stdout.decode()
