@@ -91,6 +91,7 @@ def test_no_or_too_many_children_are_refused_at_once(cli: Cli, n: str) -> None:
         (["--memory", "1"], "1 MiB of memory"),
         (["--memory", "99999999"], "MiB of memory"),
         (["--vcpus", "0"], "0 vCPUs"),
+        (["--cpu-template", "T9"], "no CPU template T9"),
         (["--warm", "1", "--warm-script", "/dev/null"], "--warm and --warm-script exclude each other"),
         (["--warm-script", "/no/such/script"], "/no/such/script cannot be read: No such file or directory"),
         (["--warm-script", "/etc"], "/etc cannot be read: Is a directory"),

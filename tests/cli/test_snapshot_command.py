@@ -63,6 +63,11 @@ def test_a_traceback_of_the_warm_up_is_in_the_error(warm: Cli) -> None:
     assert "warning" not in warm.ask("snapshot", "ls").stderr
 
 
+def test_a_cpu_template_is_refused_by_an_engine_that_has_none(warm: Cli) -> None:
+    check(create(warm, "bad", "--cpu-template", "T2"), 17, "The engine fake has no CPU template T2", "firecracker")
+    assert warm.ask("snapshot", "rm", "bad").returncode == 0
+
+
 def test_a_warm_up_that_cannot_be_is_refused(warm: Cli) -> None:
     check(create(warm, "bad", "--warm-timeout", "0"), 2)
     check(create(warm, "bad", "--warm-script", "/dev/zero"), 2, "larger than")

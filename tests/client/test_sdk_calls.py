@@ -53,9 +53,29 @@ def test_paths_of_files_reach_the_daemon_byte_by_byte(raw: bytes) -> None:
     assert unquote_to_bytes(sent.partition(b"?path=")[2]) == raw
 
 
+def test_a_cpu_template_goes_along_only_when_it_is_asked_for() -> None:
+    for template in (None, "T2"):
+        call = snapshots.create_snapshot(
+            "t",
+            "image",
+            memory_mib=512,
+            vcpus=1,
+            cpu_template=template,
+            warm=None,
+            warm_command=None,
+            warm_timeout_secs=300,
+            replace=False,
+            wait=False,
+        )
+        assert body_of(call).get("cpu_template") == template
+        assert ("cpu_template" in body_of(call)) == (template is not None)
+
+
 def test_a_spawn_says_what_is_set_and_no_more() -> None:
     assert body_of(sandboxes.spawn_sandboxes(Spawn("t"))) == {"snapshot_tag": "t", "n": 1, "per_child_netns": False}
-    full = Spawn("t", 2, True, 64, True, True, True, 9, "pause", {"A": "b"}, {"l": "m"}, {"m": "n"}, True, 8080, "key")
+    limits = (0.5, 40, 8)
+    pairs = ({"A": "b"}, {"l": "m"}, {"m": "n"})
+    full = Spawn("t", 2, True, 64, True, True, True, *limits, 9, "pause", *pairs, True, 8080, "key")
     call = sandboxes.spawn_sandboxes(full)
     assert body_of(call) == {
         "snapshot_tag": "t",
@@ -65,6 +85,9 @@ def test_a_spawn_says_what_is_set_and_no_more() -> None:
         "prewarm": True,
         "live_fork": True,
         "hugepages": True,
+        "cpu_limit": 0.5,
+        "pids_limit": 40,
+        "io_limit_mib_s": 8,
         "timeout_secs": 9,
         "on_timeout": "pause",
         "env": {"A": "b"},

@@ -105,7 +105,8 @@ def running_daemon(home: Path, engine: str, image: str, token: str | None) -> It
 
 
 def _render_flags(daemon: Daemon) -> list[str]:
-    flags = ["--bind", f"127.0.0.1:{daemon.port}", "--on-stop", "kill"]
+    # forkd's MCP server always asks for a memory limit, and has to work where there is none.
+    flags = ["--bind", f"127.0.0.1:{daemon.port}", "--on-stop", "kill", "--unenforced-limits", "drop"]
     if daemon.token is None:
         return flags
     path = daemon.home / "token"

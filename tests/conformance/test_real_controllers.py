@@ -17,6 +17,7 @@ from real_clients import (
     render_node,
 )
 from real_daemon import TAG, Daemon
+from support_limits import enforced
 
 pytestmark = pytest.mark.usefixtures("nothing_running")
 
@@ -77,7 +78,7 @@ def test_sandboxes_are_spawned_found_and_killed(controller: Controller, daemon: 
 def test_every_option_of_spawn_is_taken_or_refused_as_not_built(controller: Controller, daemon: Daemon) -> None:
     options = {"per_child_netns": True, "memory_limit_mib": 4096, "prewarm": True, "live_fork": False}
     (info,) = controller.call("spawn_sandboxes", TAG, **options)
-    assert (info["memory_limit_mib"], info["netns"], info["branch_count"]) == (4096, None, 0)
+    assert (info["memory_limit_mib"], info["netns"], info["branch_count"]) == (enforced(4096), None, 0)
     controller.call("kill_sandbox", info["id"])
     for option in ("live_fork", "hugepages"):
         with pytest.raises(ClientError) as caught:

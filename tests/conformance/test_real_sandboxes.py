@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from real_clients import DRIVERS, ClientError, Driver, driven
 from real_daemon import TAG, Daemon, find_free_port
+from support_limits import enforced
 
 pytestmark = pytest.mark.usefixtures("nothing_running")
 
@@ -115,7 +116,7 @@ def test_a_typescript_sandbox_is_created_used_and_killed(daemon: Daemon, typescr
     options = {"snapshotTag": TAG, "perChildNetns": False, "memoryLimitMib": 4096, "prewarm": True}
     created = make(path=["Sandbox", "create"], args=[options], keep="sandbox")
     assert [info["id"] for info in daemon.live()] == [created["id"]]
-    assert created["info"]["memory_limit_mib"] == 4096
+    assert created["info"]["memory_limit_mib"] == enforced(4096)
     ran = make(path=["sandbox", "exec"], args=[["sh", "-c", "echo $((6*7)); exit 7"], {"timeoutSecs": 20}])
     assert (ran["stdout"], ran["stderr"], ran["exit_code"]) == ("42\n", "", 7)
     assert make(path=["sandbox", "eval"], args=["past['answer']"]) == "42"

@@ -24,6 +24,9 @@ SANDBOX = {
     "branch_count": int,
 }
 SANDBOX_OURS = {
+    "cpu_limit": (int, float, type(None)),
+    "pids_limit": (int, type(None)),
+    "io_limit_mib_s": (int, type(None)),
     "state": str,
     "cause": (str, type(None)),
     "engine": str,

@@ -31,6 +31,7 @@ def test_defaults_are_loopback_and_the_socket_of_the_runtime_directory() -> None
         engine="auto",
         idle_exit_secs=0.0,
         on_stop="keep",
+        unenforced_limits="refuse",
     )
 
 
@@ -58,6 +59,7 @@ def test_every_setting_can_be_given_in_all_three_ways() -> None:
         "engine": "fake",
         "idle_exit_secs": "5",
         "on_stop": "kill",
+        "unenforced_limits": "drop",
     }
     assert set(values) == {option.key for option in OPTIONS}
     by_flag = merge(flags=values)

@@ -14,12 +14,14 @@ from urllib.parse import quote
 
 import pytest
 from daemon_cases import Client, is_alive, wait_until
+from support_limits import cannot_limit_memory
 
 from forkd.host.paths import Home
 from forkd.image import ImageStore
 
 SANDBOX_KEYS = {
     *("id", "snapshot_tag", "netns", "guest_addr", "created_at_unix", "pid", "memory_limit_mib", "has_branched"),
+    *("cpu_limit", "pids_limit", "io_limit_mib_s"),
     *("last_branch_memory_path", "branch_count", "state", "cause", "engine", "isolation", "deadline_unix"),
     *("on_timeout", "labels", "metadata", "workspace"),
 }
@@ -110,6 +112,16 @@ def test_what_snapshots_cannot_be_made_of(client: Client, new_tag: str) -> None:
     assert client.post("/v1/snapshots", {"tag": "a/b", "image": "small"}).status == 400
     assert client.post("/v1/snapshots", {"tag": "base", "image": "small"}).status == 409
     assert client.post("/v1/snapshots", {"tag": new_tag, "image": "small", "memory_mib": 1}).status == 400
+    for template in ("T9", "", 2):
+        answer = client.post("/v1/snapshots", {"tag": new_tag, "image": "small", "cpu_template": template})
+        assert answer.status in (400, 422), template
+
+
+def test_a_cpu_template_is_only_for_an_engine_that_has_them(client: Client, new_tag: str) -> None:
+    body = {"tag": new_tag, "image": "small", "cpu_template": "T2", "wait": True}
+    answer = client.post("/v1/snapshots", body)
+    assert (answer.status, answer.body["code"]) == (501, "unsupported")
+    assert client.delete(f"/v1/snapshots/{new_tag}").status == 204
 
 
 def test_details_of_a_snapshot(client: Client) -> None:
@@ -161,7 +173,7 @@ def test_a_life_of_a_sandbox(client: Client) -> None:
             "snapshot_tag": "base",
             "n": 2,
             "per_child_netns": True,
-            "memory_limit_mib": 256,
+            "memory_limit_mib": None,
             "prewarm": False,
             "live_fork": False,
             "timeout_secs": 3600,
@@ -174,7 +186,7 @@ def test_a_life_of_a_sandbox(client: Client) -> None:
     one, two = answer.body
     assert set(one) == SANDBOX_KEYS
     assert one["guest_addr"] != two["guest_addr"]
-    assert (one["state"], one["snapshot_tag"], one["memory_limit_mib"]) == ("running", "base", 256)
+    assert (one["state"], one["snapshot_tag"], one["memory_limit_mib"]) == ("running", "base", None)
     assert (one["labels"], one["metadata"]) == ({"team": "a"}, {"note": "für dich"})
     assert (one["netns"], one["has_branched"], one["last_branch_memory_path"], one["branch_count"]) == (
         *(None, False, None, 0),
@@ -594,6 +606,22 @@ def test_errors_of_files_have_their_status(client: Client, sandbox: str) -> None
         answer = client.ask("PUT", f"{sandbox}/files?path=/tmp/x&mode={mode}", data=b"")
         assert answer.status == 400, mode
     assert client.post(f"{sandbox}/files/mkdir", {"path": 3}).status in (400, 422)
+
+
+# Limits
+
+
+@cannot_limit_memory
+def test_a_limit_that_the_host_cannot_enforce_is_refused(client: Client) -> None:
+    before = client.get("/v1/sandboxes").body
+    for body in ({"memory_limit_mib": 256}, {"cpu_limit": 0.5}, {"pids_limit": 40}, {"io_limit_mib_s": 10}):
+        spawned = client.post("/v1/sandboxes", {"snapshot_tag": "base", **body})
+        made = client.post("/v1/workspaces", {"name": "desk", "snapshot_tag": "base", **body})
+        for answer in (spawned, made):
+            assert (answer.status, answer.body["code"]) == (501, "unsupported"), body
+            assert "cannot be enforced on this host" in answer.body["error"]
+            assert answer.body["hint"]
+    assert (client.get("/v1/sandboxes").body, client.get("/v1/workspaces").body) == (before, [])
 
 
 # Workspaces and events

@@ -11,10 +11,13 @@ from forkd.runtime.doctor import Diagnosis, choose, diagnose, parse_engine
 GOOD = {
     name: Finding(name, Status.OK, "fine")
     for name in (
-        "system", "architecture", "python", "qemu", "tcg", "kvm", "setpriv", "mmdebstrap", "memory", "home",
-        "runtime directory",
+        "system", "architecture", "python", "qemu", "tcg", "qemu with kvm", "kvm", "firecracker", "jailer", "setpriv",
+        "mmdebstrap", "memory", "home", "runtime directory",
     )
 }  # fmt: skip
+NO_FIRECRACKER = Finding("firecracker", Status.INFO, "not installed")
+NO_JAIL = Finding("jailer", Status.WARN, "no jail", "Run forkd as root")
+DOUBTFUL = Finding("firecracker", Status.WARN, "1.7.0: has no ACPI", "Install another")
 SLOW_KVM = Finding("kvm", Status.WARN, "too slow: guest code runs 4,900 times slower (module kvm_pvm)")
 
 
@@ -26,10 +29,49 @@ def failed(name: str) -> Finding:
     return Finding(name, Status.FAIL, "not there", "Get it")
 
 
-def test_with_usable_kvm_qemu_uses_it() -> None:
+def test_with_usable_kvm_and_firecracker_in_its_jail_it_is_the_first_choice() -> None:
     diagnosis = choose_with()
+    assert (diagnosis.engine, diagnosis.accelerator, diagnosis.ok) == ("firecracker", "kvm", True)
+    assert "in a jail" in (diagnosis.isolation or "")
+
+
+def test_firecracker_needs_no_qemu() -> None:
+    diagnosis = choose_with(failed("qemu"), failed("tcg"), failed("qemu with kvm"))
+    assert (diagnosis.engine, diagnosis.ok) == ("firecracker", True)
+
+
+def test_without_root_firecracker_runs_and_says_that_there_is_no_jail() -> None:
+    diagnosis = choose_with(NO_JAIL)
+    assert (diagnosis.engine, diagnosis.ok) == ("firecracker", True)
+    assert "no jail" in (diagnosis.isolation or "")
+
+
+@pytest.mark.parametrize(
+    "lack", [NO_FIRECRACKER, failed("firecracker"), DOUBTFUL, failed("jailer"), Finding("jailer", Status.INFO, "?")]
+)
+def test_where_firecracker_cannot_run_qemu_uses_kvm_and_the_reason_names_the_check(lack: Finding) -> None:
+    diagnosis = choose_with(lack)
     assert (diagnosis.engine, diagnosis.accelerator, diagnosis.ok) == ("qemu", "kvm", True)
     assert "KVM" in (diagnosis.isolation or "")
+    assert f"see {lack.name}" in diagnosis.reason
+
+
+@pytest.mark.parametrize("lack", [SLOW_KVM, NO_FIRECRACKER, failed("firecracker"), failed("jailer")])
+def test_firecracker_asked_for_where_it_cannot_run_is_refused_with_what_was_found(lack: Finding) -> None:
+    diagnosis = choose_with(lack, wanted="firecracker")
+    assert (diagnosis.engine, diagnosis.accelerator, diagnosis.ok) == (None, None, False)
+    assert lack.found in diagnosis.reason
+
+
+def test_a_doubtful_firecracker_runs_when_it_is_asked_for() -> None:
+    diagnosis = choose_with(DOUBTFUL, wanted="firecracker")
+    assert (diagnosis.engine, diagnosis.ok) == ("firecracker", True)
+
+
+def test_a_qemu_that_does_not_know_kvm_emulates_and_says_why() -> None:
+    diagnosis = choose_with(NO_FIRECRACKER, failed("qemu with kvm"))
+    assert (diagnosis.engine, diagnosis.accelerator) == ("qemu", "tcg")
+    assert "this QEMU cannot use KVM" in diagnosis.reason
 
 
 def test_kvm_that_is_there_and_unusable_falls_back_to_emulation_and_says_so() -> None:
@@ -40,7 +82,8 @@ def test_kvm_that_is_there_and_unusable_falls_back_to_emulation_and_says_so() ->
 
 
 def test_without_emulation_usable_kvm_is_enough() -> None:
-    assert choose_with(failed("tcg")).accelerator == "kvm"
+    diagnosis = choose_with(failed("tcg"), NO_FIRECRACKER)
+    assert (diagnosis.engine, diagnosis.accelerator) == ("qemu", "kvm")
 
 
 def test_with_neither_there_is_no_engine() -> None:
@@ -51,7 +94,7 @@ def test_with_neither_there_is_no_engine() -> None:
 
 @pytest.mark.parametrize("name", ["system", "architecture", "qemu", "setpriv", "home", "runtime directory"])
 def test_each_thing_every_vm_needs_is_named_when_it_lacks(name: str) -> None:
-    diagnosis = choose_with(failed(name))
+    diagnosis = choose_with(failed(name), NO_FIRECRACKER)
     assert not diagnosis.ok
     assert name in diagnosis.reason
 
@@ -66,7 +109,9 @@ def test_something_needed_that_was_not_looked_at_is_not_taken_for_granted() -> N
 
 
 def test_the_engine_asked_for_is_the_reason() -> None:
-    assert "asked for" in choose_with(wanted="qemu").reason
+    for engine in ("qemu", "firecracker"):
+        diagnosis = choose_with(wanted=engine)
+        assert diagnosis.engine == engine and "asked for" in diagnosis.reason
 
 
 def test_asking_for_an_engine_does_not_make_it_run() -> None:
@@ -79,7 +124,7 @@ def test_the_fake_engine_runs_only_when_asked_for_and_claims_no_isolation() -> N
     assert not choose(()).ok
 
 
-@pytest.mark.parametrize("name", ["firecracker", "kvm", "QEMU", "docker"])
+@pytest.mark.parametrize("name", ["Firecracker", "kvm", "QEMU", "docker"])
 def test_an_engine_that_does_not_exist_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidInput, match=name):
         parse_engine(name)

@@ -11,11 +11,13 @@ import time
 from collections.abc import Awaitable, Callable
 
 import pytest
+from support_limits import cannot_limit_memory
 
 from forkd.engines.fake import FakeEngine
-from forkd.errors import Conflict, ForkdError, GuestDied, InvalidInput, NotFound, NotRunning, WarmupFailed
+from forkd.errors import Conflict, ForkdError, GuestDied, InvalidInput, NotFound, NotRunning, Unsupported, WarmupFailed
 from forkd.host.marked import find_marked
 from forkd.host.paths import Home
+from forkd.model.limits import NO_LIMITS, Limits
 from forkd.model.machine import MachineSpec
 from forkd.model.names import parse_tag
 from forkd.model.sandbox import OnTimeout, SandboxSpec, State
@@ -40,11 +42,11 @@ async def make(fleet: Fleet, **fields: object) -> None:
     await fleet.snapshots.wait(str(fields.get("tag", "warm")))
 
 
-def run(home: Home, work: Callable[[Fleet], Awaitable[None]]) -> None:
+def run(home: Home, work: Callable[[Fleet], Awaitable[None]], options: FleetOptions = KILL) -> None:
     """`work` over a fleet with the snapshot `warm`; whatever it leaves is killed."""
 
     async def inside() -> None:
-        async with asyncio.timeout(120), Fleet.opened(home, FakeEngine(outlive=True), KILL) as fleet:
+        async with asyncio.timeout(120), Fleet.opened(home, FakeEngine(outlive=True), options) as fleet:
             await make(fleet)
             await work(fleet)
 
@@ -175,11 +177,26 @@ def test_a_deadline_kills_or_pauses(fake_home: Home) -> None:
     run(fake_home, work)
 
 
-def test_a_vm_beyond_its_memory_limit_is_ended_and_says_why(fake_home: Home) -> None:
+@cannot_limit_memory
+def test_a_daemon_that_is_told_so_starts_without_what_it_cannot_enforce_and_says_so(fake_home: Home) -> None:
     async def work(fleet: Fleet) -> None:
-        (greedy,) = (await fleet.spawn(SandboxSpec(TAG, memory_limit_mib=1))).records
-        await until(lambda: fleet.get(greedy.id).state is State.DEAD, "its end")
-        assert "limit of 1 MiB" in (fleet.get(greedy.id).cause or "")
+        (record,) = (await fleet.spawn(SandboxSpec(TAG, limits=Limits(memory_mib=64)))).records
+        assert fleet.get(record.id).limits == NO_LIMITS
+
+    run(fake_home, work, FleetOptions("kill", unenforced_limits="drop"))
+
+
+@cannot_limit_memory
+def test_a_limit_that_this_host_cannot_enforce_is_refused_and_nothing_is_left(fake_home: Home) -> None:
+    async def work(fleet: Fleet) -> None:
+        for allow_partial in (False, True):
+            with pytest.raises(Unsupported, match="A memory limit cannot be enforced on this host"):
+                await fleet.spawn(SandboxSpec(TAG, n=2, limits=Limits(memory_mib=64), allow_partial=allow_partial))
+        with pytest.raises(Unsupported):
+            await fleet.workspaces.create("desk", TAG, Limits(memory_mib=64))
+        assert fleet.workspaces.list() == []
+        assert fleet.find(SandboxQuery())[0] == []
+        assert list(fake_home.vms.iterdir()) == []
 
     run(fake_home, work)
 
@@ -267,10 +284,10 @@ def test_a_second_daemon_for_the_same_home_is_refused(fake_home: Home) -> None:
 
 def test_a_workspace_lives_through_suspend_resume_and_the_loss_of_its_vm(fake_home: Home) -> None:
     async def work(fleet: Fleet) -> None:
-        made = await fleet.workspaces.create("desk", "warm", None)
+        made = await fleet.workspaces.create("desk", "warm")
         assert made.status == "running" and made.live_sandbox_id
         with pytest.raises(Conflict):
-            await fleet.workspaces.create("desk", "warm", None)
+            await fleet.workspaces.create("desk", "warm")
         async with fleet.use(made.live_sandbox_id) as live:
             await live.agent.eval("x = 'mine'")
         with pytest.raises(InvalidInput):
@@ -296,7 +313,7 @@ def test_a_workspace_lives_through_suspend_resume_and_the_loss_of_its_vm(fake_ho
 def test_a_workspace_whose_spawn_fails_does_not_keep_its_name(fake_home: Home) -> None:
     async def work(fleet: Fleet) -> None:
         with pytest.raises(NotFound):
-            await fleet.workspaces.create("desk", "nothing", None)
+            await fleet.workspaces.create("desk", "nothing")
         assert fleet.workspaces.list() == []
 
     run(fake_home, work)

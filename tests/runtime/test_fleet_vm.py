@@ -9,7 +9,6 @@ import time
 
 import pytest
 
-from forkd.errors import GuestDied
 from forkd.host.marked import find_marked
 from forkd.host.paths import Home
 from forkd.model.machine import MachineSpec
@@ -25,14 +24,14 @@ pytestmark = pytest.mark.vm
 TAG = parse_tag("warm")
 
 
-def test_a_vm_wakes_from_a_pause_with_the_right_time_is_adopted_and_keeps_its_limit(fake_home: Home) -> None:
+def test_a_vm_wakes_from_a_pause_with_the_right_time_and_is_adopted(fake_home: Home) -> None:
     async def first() -> str:
         async with asyncio.timeout(120), Fleet.opened(fake_home, open_engine("qemu", outlive=True)) as fleet:
             await fleet.snapshots.create(
                 SnapshotRequest(TAG, "python", MachineSpec(256), Warmup("import time\nx = 41"))
             )
             await fleet.snapshots.wait(TAG)
-            (record,) = (await fleet.spawn(SandboxSpec(TAG, memory_limit_mib=150))).records
+            (record,) = (await fleet.spawn(SandboxSpec(TAG))).records
             await fleet.pause(record.id)
             await asyncio.sleep(3)
             await fleet.resume(record.id)
@@ -47,10 +46,6 @@ def test_a_vm_wakes_from_a_pause_with_the_right_time_is_adopted_and_keeps_its_li
             assert fleet.get(sandbox_id).state is State.RUNNING
             async with fleet.use(sandbox_id) as live:
                 assert (await live.agent.eval("x")).value == 42
-            with pytest.raises(GuestDied):
-                async with fleet.use(sandbox_id) as live:
-                    await live.agent.eval("hog = [bytearray(10_000_000) for _ in range(20)]\ntime.sleep(60)")
-            assert "limit of 150 MiB" in (fleet.get(sandbox_id).cause or "")
 
     sandbox_id = asyncio.run(first())
     assert list(find_marked(fake_home.vms)) == [fake_home.vms / sandbox_id]

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from forkd.errors import Conflict, HostLacks, NotFound
+from forkd.model.limits import NO_LIMITS, Limits
 from forkd.model.names import parse_tag
 from forkd.model.sandbox import TRANSITIONS, SandboxRecord, State, new_sandbox_id
+from forkd.runtime import database
 from forkd.runtime.registry import IdempotencyKey, Registry, SandboxQuery, SnapshotJob, WorkspaceRow
 
 TAG = parse_tag("warm")
@@ -61,18 +63,14 @@ def test_a_failed_transaction_leaves_nothing(registry: Registry) -> None:
 
 
 def test_what_is_written_is_there_for_the_next_daemon(tmp_path: Path) -> None:
-    one = record(labels={"team": "a"}, metadata={"k": "ü\n"}, memory_limit_mib=256, workspace="w")
+    one = record(labels={"team": "a"}, metadata={"k": "ü\n"}, limits=Limits(256, 0.5, 9, 8), workspace="w")
     first = Registry(tmp_path / "registry.db")
     first.insert_sandboxes([one])
     # Not closed: a killed daemon closes nothing.
     second = Registry(tmp_path / "registry.db")
     seen = second.get_sandbox(one.id)
-    assert (seen.labels, seen.metadata, seen.memory_limit_mib, seen.workspace) == (
-        {"team": "a"},
-        {"k": "ü\n"},
-        256,
-        "w",
-    )
+    assert (seen.labels, seen.metadata, seen.workspace) == ({"team": "a"}, {"k": "ü\n"}, "w")
+    assert seen.limits == Limits(memory_mib=256, cpus=0.5, pids=9, io_mib_s=8)
     first.close()
     second.close()
 
@@ -91,6 +89,27 @@ def test_a_registry_of_another_version_is_refused_and_not_changed(tmp_path: Path
     db.close()
     with pytest.raises(HostLacks, match="version 99"):
         Registry(path)
+
+
+def test_a_registry_of_the_version_before_is_taken_over_with_what_is_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "registry.db"
+    db = sqlite3.connect(path)
+    db.executescript(database._FIRST)
+    db.execute(
+        "INSERT INTO sandboxes (id, snapshot_tag, state, created_at_unix, engine, isolation, agent_port,"
+        " memory_limit_mib, on_timeout, labels, metadata)"
+        " VALUES ('sb-0123456789', 'warm', 'running', 1, 'fake', 'none', 4000, 256, 'kill', '{}', '{}')"
+    )
+    db.execute("INSERT INTO workspaces VALUES ('w', 'ws-1', 'warm', 128, 1, 2)")
+    db.execute("PRAGMA user_version = 1")
+    db.commit()
+    db.close()
+    registry = Registry(path)
+    assert registry.get_sandbox("sb-0123456789").limits == NO_LIMITS  # the one it had was never enforced
+    workspace = registry.find_workspace("w")
+    assert workspace == WorkspaceRow("w", "ws-1", TAG, Limits(memory_mib=128), 1.0, 2.0)
+    registry.close()
+    Registry(path).close()
 
 
 def test_sandboxes_are_found_by_label_metadata_state_and_snapshot(registry: Registry) -> None:
@@ -151,7 +170,7 @@ def test_keys_of_spawns_that_left_nothing_are_forgotten(registry: Registry) -> N
 
 
 def test_a_workspace_name_is_taken_once(registry: Registry) -> None:
-    row = WorkspaceRow("w", "ws-1", TAG, None, 1.0, 1.0)
+    row = WorkspaceRow("w", "ws-1", TAG, Limits(cpus=0.5), 1.0, 1.0)
     registry.insert_workspace(row)
     with pytest.raises(Conflict, match="exists already"):
         registry.insert_workspace(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -81,6 +82,15 @@ def test_a_missing_field_is_damage(field: str) -> None:
 def test_a_machine_that_cannot_be_is_damage(machine: dict[str, object]) -> None:
     with pytest.raises(SnapshotDamaged):
         parse_manifest(changed(machine=machine), "warm")
+
+
+def test_a_cpu_template_is_kept_and_manifests_from_before_there_were_any_are_read() -> None:
+    assert "cpu_template" not in json.loads(render_manifest(MANIFEST))["machine"]
+    templated = dataclasses.replace(MANIFEST, machine=MachineSpec(256, 2, "T2A"))
+    assert parse_manifest(render_manifest(templated), "warm") == templated
+    for wrong in ("T9", "", None, 2, ["T2"]):
+        with pytest.raises(SnapshotDamaged):
+            parse_manifest(changed(machine={"memory_mib": 256, "vcpus": 2, "cpu_template": wrong}), "warm")
 
 
 @pytest.mark.parametrize("name", ["../x", "..", ".", "", "/etc/shadow", "a/b", "a\0b"])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from forkd.cli.interrupts import Interrupts
 from forkd.cli.killing import kill_all
+from forkd.cli.limits import add_limit_options, render_limits
 from forkd.cli.ls import print_sandboxes
 from forkd.cli.nouns import Nouns
 from forkd.cli.pairs import parse_environment, parse_pairs
@@ -43,7 +44,7 @@ def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("-l", "--label", action="append", default=[], metavar="K=V", help="a label; may be repeated")
     parser.add_argument("--metadata", action="append", default=[], metavar="K=V", help="metadata; may be repeated")
-    parser.add_argument("--memory-limit-mib", type=int, metavar="MIB", help="end one whose own memory grows beyond")
+    add_limit_options(parser)
     parser.add_argument("--allow-partial", action="store_true", help="keep those that come up when others do not")
     parser.add_argument(
         "--settle-secs", type=float, metavar="S", help="wait so long and end them; also when this command is ended"
@@ -95,7 +96,7 @@ def render_request(args: argparse.Namespace, environ: Mapping[str, str]) -> dict
         "snapshot_tag": parse_tag(args.snapshot if args.tag is None else args.tag),
         "n": n,
         "per_child_netns": args.per_child_netns,
-        "memory_limit_mib": args.memory_limit_mib,
+        **render_limits(args),
         "prewarm": args.prewarm,
         "live_fork": args.live_fork,
         "hugepages": args.hugepages,

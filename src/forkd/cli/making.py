@@ -27,6 +27,7 @@ class Order:
     image: str
     memory_mib: int
     vcpus: int
+    cpu_template: str | None
     warm: str | None
     warm_command: str | None
     warm_timeout_s: float
@@ -84,6 +85,7 @@ class _Request:
                 order.image,
                 memory_mib=order.memory_mib,
                 vcpus=order.vcpus,
+                cpu_template=order.cpu_template,
                 warm=order.warm,
                 warm_command=order.warm_command,
                 warm_timeout_secs=order.warm_timeout_s,

@@ -12,7 +12,7 @@ from forkd.errors import HostLacks
 Nouns = argparse._SubParsersAction  # what `add_parser` of a command's module is given
 
 # Third-party packages of the server extra. Anything else that is missing is a fault of ours.
-_OF_THE_SERVER = frozenset({"fastapi", "httptools", "prometheus_client", "qemu", "rich", "uvicorn", "starlette"})
+_OF_THE_SERVER = frozenset({"fastapi", "httptools", "lz4", "prometheus_client", "qemu", "rich", "uvicorn", "starlette"})
 
 
 @dataclass(frozen=True)

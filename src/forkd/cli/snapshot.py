@@ -30,6 +30,7 @@ def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
     create.add_argument("--image", required=True, metavar="IMAGE", help="name or id of the image to boot")
     create.add_argument("--memory", type=int, default=512, metavar="MIB", help="guest memory (default 512)")
     create.add_argument("--vcpus", type=int, default=1, metavar="N", help="virtual CPUs (default 1)")
+    create.add_argument("--cpu-template", metavar="NAME", help="Firecracker's CPU template, such as T2 (default none)")
     create.add_argument("--warm", metavar="CODE", help="Python to run in the interpreter, such as 'import numpy'")
     create.add_argument("--warm-script", metavar="FILE", help="the same, from a file")
     create.add_argument("--warm-command", metavar="COMMAND", help="shell command to run in the guest")
@@ -47,12 +48,13 @@ def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
 
 
 def run_create(args: argparse.Namespace) -> int:
-    machine = MachineSpec(args.memory, args.vcpus)
+    machine = MachineSpec(args.memory, args.vcpus, args.cpu_template)
     order = Order(
         tag=parse_tag(args.tag),
         image=parse_image_name(args.image),
         memory_mib=machine.memory_mib,
         vcpus=machine.vcpus,
+        cpu_template=machine.cpu_template,
         warm=_warm_code(args.warm, args.warm_script),
         warm_command=args.warm_command,
         warm_timeout_s=args.warm_timeout,

@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Sequence
 
+from forkd.cli.limits import add_limit_options, render_limits
 from forkd.cli.nouns import Nouns, add_action
 from forkd.cli.reach import add_daemon_options, connect
 from forkd.cli.tables import note, print_json, print_rows, render_age
@@ -19,7 +20,7 @@ def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
     create = add_action(actions, "create", run_create, "fork a snapshot into a workspace")
     create.add_argument("name", metavar="NAME", help="1 to 64 letters, digits, '-' or '_'")
     create.add_argument("--snapshot", required=True, metavar="TAG", help="the snapshot to fork")
-    create.add_argument("--memory-limit-mib", type=int, metavar="MIB", help="end it when its own memory grows beyond")
+    add_limit_options(create)
     create.add_argument("--per-child-netns", action="store_true", help="as in forkd; see docs/rest.md")
     add_action(actions, "ls", run_ls, "list the workspaces")
     for name, func, about in (
@@ -37,7 +38,7 @@ def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
 def run_create(args: argparse.Namespace) -> int:
     tag = parse_tag(args.snapshot)
     with connect(args) as controller:
-        info = controller.create_workspace(args.name, tag, args.per_child_netns, args.memory_limit_mib)
+        info = controller.create_workspace(args.name, tag, args.per_child_netns, **render_limits(args))
     if args.json:
         print_json(info)
     else:

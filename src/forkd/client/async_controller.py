@@ -95,6 +95,7 @@ class AsyncController:
         *,
         memory_mib: int = 512,
         vcpus: int = 1,
+        cpu_template: str | None = None,
         warm: str | None = None,
         warm_command: str | None = None,
         warm_timeout_secs: float = 300,
@@ -108,6 +109,7 @@ class AsyncController:
                 image,
                 memory_mib=memory_mib,
                 vcpus=vcpus,
+                cpu_template=cpu_template,
                 warm=warm,
                 warm_command=warm_command,
                 warm_timeout_secs=warm_timeout_secs,
@@ -132,6 +134,9 @@ class AsyncController:
         live_fork: bool = False,
         hugepages: bool = False,
         *,
+        cpu_limit: float | None = None,
+        pids_limit: int | None = None,
+        io_limit_mib_s: int | None = None,
         timeout_secs: float | None = None,
         on_timeout: str | None = None,
         env: Mapping[str, str] | None = None,
@@ -150,6 +155,9 @@ class AsyncController:
             prewarm,
             live_fork,
             hugepages,
+            cpu_limit,
+            pids_limit,
+            io_limit_mib_s,
             timeout_secs,
             on_timeout,
             env,
@@ -326,9 +334,15 @@ class AsyncController:
         snapshot_tag: str,
         per_child_netns: bool = False,
         memory_limit_mib: int | None = None,
+        *,
+        cpu_limit: float | None = None,
+        pids_limit: int | None = None,
+        io_limit_mib_s: int | None = None,
     ) -> api.WorkspaceInfo:
         return await self.transport.send(
-            workspaces.create_workspace(name, snapshot_tag, per_child_netns, memory_limit_mib)
+            workspaces.create_workspace(
+                name, snapshot_tag, per_child_netns, memory_limit_mib, cpu_limit, pids_limit, io_limit_mib_s
+            )
         )
 
     async def suspend_workspace(self, name: str) -> api.WorkspaceInfo:

@@ -66,15 +66,22 @@ class AsyncSandbox:
         labels: Mapping[str, str] | None = None,
         on_timeout: str | None = None,
         memory_limit_mib: int | None = None,
+        cpu_limit: float | None = None,
+        pids_limit: int | None = None,
+        io_limit_mib_s: int | None = None,
         controller: AsyncController | None = None,
     ) -> Self:
         """Fork one. `timeout` is how long it may live, in seconds, as with E2B; None: until it is killed.
 
-        `on_timeout` is what happens then: "kill" or "pause". `envs` is for its commands and code.
+        `on_timeout` is what happens then: "kill" or "pause". `envs` is for its commands and code. A limit that the
+        daemon's host cannot enforce is refused with Unsupported.
         """
         spawn = Spawn(
             plans.choose_tag(tag),
             memory_limit_mib=memory_limit_mib,
+            cpu_limit=cpu_limit,
+            pids_limit=pids_limit,
+            io_limit_mib_s=io_limit_mib_s,
             timeout_secs=timeout,
             on_timeout=on_timeout,
             env=envs,

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchem
 from pydantic_core import PydanticCustomError
 
 from forkd.guest.calls import MAX_CODE_BYTES
-from forkd.model.machine import MAX_CHILDREN, MAX_MEMORY_MIB, MAX_VCPUS, MIN_MEMORY_MIB
+from forkd.model.limits import MAX_CPUS, MAX_IO_MIB_S, MAX_MEMORY_LIMIT_MIB, MAX_PIDS, MIN_CPUS, Limits
+from forkd.model.machine import CPU_TEMPLATES, MAX_CHILDREN, MAX_MEMORY_MIB, MAX_VCPUS, MIN_MEMORY_MIB
 from forkd.model.sandbox import MAX_PAIRS, MAX_TIMEOUT_S
 from forkd.runtime.warmup import MAX_WARM_SECONDS
 
@@ -49,11 +50,20 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class SpawnBody(Body):
+class LimitedBody(Body):
+    memory_limit_mib: Annotated[int, Field(ge=1, le=MAX_MEMORY_LIMIT_MIB)] | None = None
+    cpu_limit: Annotated[float, Field(ge=MIN_CPUS, le=MAX_CPUS, allow_inf_nan=False)] | None = None
+    pids_limit: Annotated[int, Field(ge=1, le=MAX_PIDS)] | None = None
+    io_limit_mib_s: Annotated[int, Field(ge=1, le=MAX_IO_MIB_S)] | None = None
+
+    def limits(self) -> Limits:
+        return Limits(self.memory_limit_mib, self.cpu_limit, self.pids_limit, self.io_limit_mib_s)
+
+
+class SpawnBody(LimitedBody):
     snapshot_tag: Tag
     n: int = Field(1, ge=1, le=MAX_CHILDREN)
     per_child_netns: bool = False
-    memory_limit_mib: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
     prewarm: bool = False
     live_fork: bool = False
     hugepages: bool = False
@@ -73,6 +83,7 @@ class SnapshotBody(Body):
     image: str | None = None
     memory_mib: int = Field(512, ge=MIN_MEMORY_MIB, le=MAX_MEMORY_MIB)
     vcpus: int = Field(1, ge=1, le=MAX_VCPUS)
+    cpu_template: str | None = Field(None, pattern=f"^({'|'.join(CPU_TEMPLATES)})$")
     warm: str | None = None
     warm_command: str | None = None
     warm_timeout_secs: float = Field(300.0, gt=0, le=MAX_WARM_SECONDS, allow_inf_nan=False)
@@ -149,11 +160,10 @@ class RenameBody(Body):
     to: GuestPath
 
 
-class WorkspaceBody(Body):
+class WorkspaceBody(LimitedBody):
     name: Tag
     snapshot_tag: Tag
     per_child_netns: bool = False
-    memory_limit_mib: Annotated[int, Field(ge=1, le=1 << 30)] | None = None
 
 
 class SuspendBody(Body):

@@ -48,7 +48,10 @@ def render_sandbox(record: SandboxRecord) -> SandboxInfo:
         "guest_addr": f"127.0.0.1:{record.agent_port}",
         "created_at_unix": int(record.created_at_unix),
         "pid": record.pid,
-        "memory_limit_mib": record.memory_limit_mib,
+        "memory_limit_mib": record.limits.memory_mib,
+        "cpu_limit": record.limits.cpus,
+        "pids_limit": record.limits.pids,
+        "io_limit_mib_s": record.limits.io_mib_s,
         "has_branched": False,
         "last_branch_memory_path": None,
         "branch_count": 0,
@@ -83,6 +86,8 @@ def render_snapshot(view: SnapshotView) -> SnapshotInfo:
         info["engine"] = view.manifest.engine
         info["memory_mib"] = view.manifest.machine.memory_mib
         info["vcpus"] = view.manifest.machine.vcpus
+        if view.manifest.machine.cpu_template is not None:
+            info["cpu_template"] = view.manifest.machine.cpu_template
         info["warm"] = view.manifest.warm
     return info
 

@@ -23,6 +23,8 @@ from forkd.daemon.metrics import Metrics
 from forkd.daemon.settings import Settings
 from forkd.daemon.state import Daemon
 from forkd.daemon.tokens import Keyring, read_token_file
+from forkd.host.cgroup import LIMITS
+from forkd.host.cgroup_place import find_lack, find_place
 from forkd.host.paths import Home
 from forkd.image import ImageStore
 from forkd.runtime.engines import open_engine
@@ -82,7 +84,9 @@ async def _serve(home: Home, settings: Settings, stop: Stop) -> None:
     if settings.audit_log is not None:
         audit = AuditLog(settings.audit_log, on_failure=metrics.audit_failures.inc)
     engine = open_engine(settings.engine, outlive=True)
-    async with Fleet.opened(home, engine, FleetOptions(on_stop=settings.on_stop)) as fleet:
+    if settings.unenforced_limits == "drop" and (lack := find_lack(find_place(), *LIMITS)):
+        log.warning("Sandboxes run without limits that cannot be enforced: %s", lack.reason)
+    async with Fleet.opened(home, engine, FleetOptions(settings.on_stop, settings.unenforced_limits)) as fleet:
         daemon = Daemon(fleet, ImageStore(home), metrics, audit)
         only_loopback = settings.bind is None or settings.bind.loopback
         app = make_app(daemon, keyring, only_loopback=only_loopback)

@@ -19,6 +19,7 @@ NONE = "none"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 ON_STOP = ("keep", "kill")
+UNENFORCED_LIMITS = ("refuse", "drop")
 CONFIG_VARIABLE = "FORKD_CONFIG"
 _MAX_IDLE_S = 365 * 24 * 3600.0
 
@@ -50,6 +51,7 @@ class Settings:
     engine: str
     idle_exit_secs: float
     on_stop: Literal["keep", "kill"]
+    unenforced_limits: Literal["refuse", "drop"]
 
     def __post_init__(self) -> None:
         if self.bind is None and self.socket is None:
@@ -207,4 +209,11 @@ OPTIONS: tuple[Option, ...] = (
     Option("engine", _parse_engine, lambda _: AUTO, "what runs the VMs; auto: what doctor chooses", "NAME"),
     Option("idle_exit_secs", _parse_seconds, lambda _: "0", "stop after so long without work; 0: never", "S"),
     Option("on_stop", _one_of(*ON_STOP), lambda _: "keep", "what becomes of the sandboxes", "|".join(ON_STOP)),
+    Option(
+        "unenforced_limits",
+        _one_of(*UNENFORCED_LIMITS),
+        lambda _: "refuse",
+        "what a limit gets that this host cannot enforce",
+        "|".join(UNENFORCED_LIMITS),
+    ),
 )

@@ -6,14 +6,16 @@ import asyncio
 import logging
 import shutil
 
+from forkd.engines.base import ExitReason
 from forkd.errors import Conflict, ForkdError
+from forkd.host.cgroup import find_group, remove_groups
 from forkd.host.files import sweep_staging
-from forkd.host.marked import Marked, find_marked, kill_marked
+from forkd.host.marked import Marked, find_marked
 from forkd.host.threads import in_thread
 from forkd.model.sandbox import SandboxRecord, State
 from forkd.runtime.live import LiveSandbox
 from forkd.runtime.recovery import Plan, make_plan
-from forkd.runtime.roster import Roster
+from forkd.runtime.roster import Roster, end_processes
 
 _log = logging.getLogger(__name__)
 
@@ -38,9 +40,10 @@ async def recover(roster: Roster) -> Plan:
     for record in plan.keep:
         await _end_processes(roster, record.id)
     for record in plan.bury:
-        roster.bury(record.id, "The VM was gone when the daemon started")
+        roster.bury(record.id, _why_gone(roster, record))
     gate = asyncio.Semaphore(_ADOPTIONS_AT_ONCE)
     await asyncio.gather(*(_adopt(roster, record, leaders[record.id], gate) for record in plan.adopt))
+    await in_thread(lambda: remove_groups(roster.home.vms, keep=roster.live.keys()))
     await in_thread(lambda: sweep_staging(roster.home.snapshots))
     if records or plan.strays:
         _log.info(
@@ -64,13 +67,20 @@ def _check_engine(roster: Roster, records: list[SandboxRecord]) -> None:
         )
 
 
+def _why_gone(roster: Roster, record: SandboxRecord) -> str:
+    group = find_group(roster.directory(record.id))
+    if group is not None and group.out_of_memory():
+        return f"{ExitReason.OUT_OF_MEMORY.value} of {record.limits.memory_mib} MiB"
+    return "The VM was gone when the daemon started"
+
+
 async def _end(roster: Roster, name: str) -> None:
     await _end_processes(roster, name)
     await in_thread(lambda: shutil.rmtree(roster.home.vms / name, ignore_errors=True))
 
 
 async def _end_processes(roster: Roster, name: str) -> None:
-    await in_thread(lambda: kill_marked(roster.home.vms / name))
+    await in_thread(lambda: end_processes(roster.home.vms / name))
 
 
 async def _adopt(roster: Roster, record: SandboxRecord, leader: Marked, gate: asyncio.Semaphore) -> None:

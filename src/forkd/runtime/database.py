@@ -14,10 +14,9 @@ from pathlib import Path
 
 from forkd.errors import HostLacks
 
-_VERSION = 1
 _BUSY_MS = 5000
 
-_SCHEMA = """
+_FIRST = """
 CREATE TABLE sandboxes (
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
@@ -70,6 +69,18 @@ CREATE TABLE events (
     data TEXT NOT NULL
 ) STRICT;
 """
+# The limits of sandboxes from before were watched, not enforced, by a daemon that is gone: they have none.
+_MORE_LIMITS = """
+ALTER TABLE sandboxes ADD COLUMN cpu_limit REAL;
+ALTER TABLE sandboxes ADD COLUMN pids_limit INTEGER;
+ALTER TABLE sandboxes ADD COLUMN io_limit_mib_s INTEGER;
+ALTER TABLE workspaces ADD COLUMN cpu_limit REAL;
+ALTER TABLE workspaces ADD COLUMN pids_limit INTEGER;
+ALTER TABLE workspaces ADD COLUMN io_limit_mib_s INTEGER;
+UPDATE sandboxes SET memory_limit_mib = NULL;
+"""
+# One for each version, in their order; never changed, only added to.
+_STEPS = (_FIRST, _MORE_LIMITS)
 
 
 class Database:
@@ -88,13 +99,14 @@ class Database:
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0:
-            self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
-        elif version != _VERSION:
+        if version > len(_STEPS):
             raise HostLacks(
-                f"The registry {path} has version {version}, this forkd reads version {_VERSION}",
+                f"The registry {path} has version {version}, this forkd reads version {len(_STEPS)}",
                 hint="Use the forkd that wrote it, or move it away",
             )
+        if version < len(_STEPS):
+            steps = "".join(_STEPS[version:])
+            self._db.executescript(f"BEGIN; {steps} PRAGMA user_version = {len(_STEPS)}; COMMIT;")
         path.chmod(0o600)
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ _KILLS_AT_ONCE = 16
 @dataclass(frozen=True)
 class FleetOptions:
     on_stop: Literal["keep", "kill"] = "keep"
+    unenforced_limits: Literal["refuse", "drop"] = "refuse"
 
 
 _DEFAULT = FleetOptions()
@@ -45,7 +46,7 @@ class Lineage:
 
 
 class Fleet:
-    def __init__(self, home: Home, engine: Engine, registry: Registry) -> None:
+    def __init__(self, home: Home, engine: Engine, registry: Registry, options: FleetOptions = _DEFAULT) -> None:
         self.home = home
         self.engine = engine
         self.registry = registry
@@ -54,14 +55,14 @@ class Fleet:
         self.snapshots = Snapshots(home, engine, registry, self.events)
         self.workspaces = Workspaces(registry, self)
         self.ready = False
-        self._spawner = Spawner(self.roster, self.snapshots)
+        self._spawner = Spawner(self.roster, self.snapshots, drop_limits=options.unenforced_limits == "drop")
 
     @classmethod
     @asynccontextmanager
     async def opened(cls, home: Home, engine: Engine, options: FleetOptions = _DEFAULT) -> AsyncIterator[Fleet]:
         """Take the home over: adopt what runs, finish or roll back what was under way. VMs outlive the block."""
         with _owned_home(home), contextlib.closing(Registry(home.registry)) as registry:
-            fleet = cls(home, engine, registry)
+            fleet = cls(home, engine, registry, options)
             try:
                 await recover(fleet.roster)
                 fleet.snapshots.recover()

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forkd.errors import Conflict, NotFound
+from forkd.model.limits import Limits
 from forkd.model.names import SnapshotTag
 from forkd.model.sandbox import TRANSITIONS, OnTimeout, SandboxRecord, State
 from forkd.runtime.database import Database
 
+_LIMITS = "memory_limit_mib, cpu_limit, pids_limit, io_limit_mib_s"
+_WORKSPACE = "name, id, source_snapshot_tag, created_at_unix, last_active_unix"
 _CHANGEABLE = frozenset({"pid", "deadline_unix", "on_timeout", "cause", "agent_port", "ended_at_unix"})
 
 
@@ -43,7 +46,7 @@ class WorkspaceRow:
     name: str
     id: str
     source_snapshot_tag: SnapshotTag
-    memory_limit_mib: int | None
+    limits: Limits
     created_at_unix: float
     last_active_unix: float
 
@@ -67,7 +70,7 @@ class Registry(Database):
         with self.transaction():
             self._db.executemany(
                 "INSERT INTO sandboxes (id, snapshot_tag, state, created_at_unix, engine, isolation, agent_port,"
-                " memory_limit_mib, on_timeout, labels, metadata, workspace) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+                f" on_timeout, labels, metadata, workspace, {_LIMITS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
                 [_render_row(record) for record in records],
             )
 
@@ -131,12 +134,6 @@ class Registry(Database):
         )
         return [_parse_row(row) for row in rows]
 
-    def list_limited(self) -> list[SandboxRecord]:
-        rows = self._db.execute(
-            "SELECT * FROM sandboxes WHERE memory_limit_mib IS NOT NULL AND state IN ('running', 'paused')"
-        )
-        return [_parse_row(row) for row in rows]
-
     def list_ended_before(self, unix: float) -> list[str]:
         rows = self._db.execute("SELECT id FROM sandboxes WHERE state = 'dead' AND ended_at_unix < ?", (unix,))
         return [row["id"] for row in rows]
@@ -182,14 +179,14 @@ class Registry(Database):
     def insert_workspace(self, row: WorkspaceRow) -> None:
         try:
             self._db.execute(
-                "INSERT INTO workspaces VALUES (?,?,?,?,?,?)",
+                f"INSERT INTO workspaces ({_WORKSPACE}, {_LIMITS}) VALUES (?,?,?,?,?,?,?,?,?)",
                 (
                     row.name,
                     row.id,
                     row.source_snapshot_tag,
-                    row.memory_limit_mib,
                     row.created_at_unix,
                     row.last_active_unix,
+                    *_render_limits(row.limits),
                 ),
             )
         except sqlite3.IntegrityError:
@@ -197,10 +194,10 @@ class Registry(Database):
 
     def find_workspace(self, name: str) -> WorkspaceRow | None:
         row = self._db.execute("SELECT * FROM workspaces WHERE name = ?", (name,)).fetchone()
-        return None if row is None else WorkspaceRow(**dict(row))
+        return None if row is None else _parse_workspace(row)
 
     def list_workspaces(self) -> list[WorkspaceRow]:
-        return [WorkspaceRow(**dict(row)) for row in self._db.execute("SELECT * FROM workspaces ORDER BY name")]
+        return [_parse_workspace(row) for row in self._db.execute("SELECT * FROM workspaces ORDER BY name")]
 
     def touch_workspace(self, name: str, now_unix: float) -> None:
         self._db.execute("UPDATE workspaces SET last_active_unix = ? WHERE name = ?", (now_unix, name))
@@ -283,11 +280,11 @@ def _render_row(record: SandboxRecord) -> tuple[Any, ...]:
         record.engine,
         record.isolation,
         record.agent_port,
-        record.memory_limit_mib,
         record.on_timeout.value,
         json.dumps(dict(record.labels)),
         json.dumps(dict(record.metadata)),
         record.workspace,
+        *_render_limits(record.limits),
     )
 
 
@@ -302,7 +299,7 @@ def _parse_row(row: sqlite3.Row) -> SandboxRecord:
         isolation=row["isolation"],
         agent_port=row["agent_port"],
         pid=row["pid"],
-        memory_limit_mib=row["memory_limit_mib"],
+        limits=_parse_limits(row),
         deadline_unix=row["deadline_unix"],
         on_timeout=OnTimeout(row["on_timeout"]),
         labels=json.loads(row["labels"]),
@@ -310,3 +307,22 @@ def _parse_row(row: sqlite3.Row) -> SandboxRecord:
         workspace=row["workspace"],
         cause=row["cause"],
     )
+
+
+def _parse_workspace(row: sqlite3.Row) -> WorkspaceRow:
+    return WorkspaceRow(
+        name=row["name"],
+        id=row["id"],
+        source_snapshot_tag=SnapshotTag(row["source_snapshot_tag"]),
+        limits=_parse_limits(row),
+        created_at_unix=row["created_at_unix"],
+        last_active_unix=row["last_active_unix"],
+    )
+
+
+def _render_limits(limits: Limits) -> tuple[Any, ...]:
+    return (limits.memory_mib, limits.cpus, limits.pids, limits.io_mib_s)
+
+
+def _parse_limits(row: sqlite3.Row) -> Limits:
+    return Limits(row["memory_limit_mib"], row["cpu_limit"], row["pids_limit"], row["io_limit_mib_s"])

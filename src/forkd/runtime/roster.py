@@ -11,9 +11,10 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forkd.engines.base import Death, Engine, tail_of
+from forkd.engines.base import Death, Engine, ExitReason, tail_of
 from forkd.engines.machine import CONSOLE
 from forkd.errors import ForkdError, GuestDied, InvalidInput, NotRunning
+from forkd.host.cgroup import find_group
 from forkd.host.marked import kill_marked
 from forkd.host.paths import Home
 from forkd.host.threads import in_thread
@@ -159,19 +160,6 @@ class Roster:
             self.registry.move([sandbox_id], State.DEAD, {sandbox_id: changes})
             self.events.emit("sandbox.dead", sandbox_id=sandbox_id, data={"cause": cause[:_CAUSE_LIMIT]})
 
-    async def execute(self, sandbox_id: str, cause: str) -> None:
-        """End a VM that broke its limits; it stays as dead, with the reason."""
-        live = self.live.get(sandbox_id)
-        if live is None:
-            return
-        async with live.lock:
-            if self.live.get(sandbox_id) is live and live.state is not State.STOPPING:
-                del self.live[sandbox_id]
-                live.state = State.DEAD
-                # Recorded first: whoever loses their call to this can ask at once why.
-                self.bury(sandbox_id, cause)
-                await live.end()
-
     async def close(self) -> None:
         """Let go of all VMs; they run on. What was under way is cancelled and rolls itself back."""
         tasks = list(self._tasks)
@@ -203,13 +191,23 @@ class Roster:
         self._own(self._tidy(live))
         ended = death.result()
         last_words = live.machine.console_tail().strip().splitlines()[-3:]
-        _log.warning("Sandbox %s died: %s (%s)", live.id, ended.reason.value, ended.status)
-        self.bury(live.id, "\n".join([f"{ended.reason.value} ({ended.status})", *last_words]))
+        why = f"{ended.reason.value} ({ended.status})"
+        if ended.reason is ExitReason.OUT_OF_MEMORY:
+            why = f"{ended.reason.value} of {self.get(live.id).limits.memory_mib} MiB"
+        _log.warning("Sandbox %s died: %s", live.id, why)
+        self.bury(live.id, "\n".join([why, *last_words]))
 
     async def _tidy(self, live: LiveSandbox) -> None:
         """Of a VM that is gone: what we hold of it, and what its VMM had started, which is nobody's now."""
         await live.machine.release()
-        await in_thread(lambda: kill_marked(self.directory(live.id)))
+        await in_thread(lambda: end_processes(self.directory(live.id)))
+
+
+def end_processes(directory: Path) -> None:
+    """All that a VM in `directory` has started, and the group they are in."""
+    kill_marked(directory)
+    if group := find_group(directory):
+        group.remove()
 
 
 def _not_running(record: SandboxRecord) -> ForkdError:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from forkd.host.cgroup import remove_groups
 from forkd.host.marked import kill_marked
 from forkd.host.memory import start_time_ticks
 from forkd.host.paths import ensure_private
@@ -30,6 +31,7 @@ def session(runtime: Path) -> Iterator[Path]:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+        remove_groups(directory)
 
 
 def sweep(runtime: Path) -> list[str]:
@@ -40,6 +42,7 @@ def sweep(runtime: Path) -> list[str]:
         if owner is None or start_time_ticks(owner[0]) == owner[1]:
             continue
         kill_marked(directory)
+        remove_groups(directory)
         shutil.rmtree(directory, ignore_errors=True)
         swept.append(directory.name)
     return swept

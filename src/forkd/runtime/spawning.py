@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, replace
 
 from forkd.errors import Conflict, NotFound
+from forkd.host.cgroup import enforceable
 from forkd.model.identity import check_env
 from forkd.model.machine import parse_count
 from forkd.model.sandbox import SandboxRecord, SandboxSpec, State
@@ -32,9 +33,11 @@ class Spawned:
 
 
 class Spawner:
-    def __init__(self, roster: Roster, snapshots: Snapshots) -> None:
+    def __init__(self, roster: Roster, snapshots: Snapshots, *, drop_limits: bool = False) -> None:
+        """`drop_limits`: those that this host cannot enforce, instead of refusing them."""
         self._roster = roster
         self._snapshots = snapshots
+        self._drop_limits = drop_limits
         self._starting = 0
         self._gate = asyncio.Semaphore(starts_at_once(look()))
         self._under_way: dict[tuple[str, str], tuple[str, asyncio.Future[Spawned]]] = {}
@@ -70,6 +73,8 @@ class Spawner:
         return Spawned(tuple(records), failed=len(ids) - len(records))
 
     async def _spawn(self, spec: SandboxSpec, key: IdempotencyKey | None) -> Spawned:
+        if self._drop_limits:
+            spec = replace(spec, limits=enforceable(spec.limits))
         async with self._snapshots.held(spec.snapshot_tag) as frozen:
             admit_children(spec.n + self._starting, look())
             reach("spawn.begun")
@@ -85,6 +90,7 @@ class Spawner:
                     frozen,
                     identities,
                     self._roster.home.vms,
+                    limits=spec.limits,
                     gate=self._gate,
                     allow_partial=spec.allow_partial,
                 )
@@ -116,7 +122,7 @@ class Spawner:
                     engine=roster.engine.name,
                     isolation=roster.engine.isolation,
                     agent_port=ports[sandbox_id],
-                    memory_limit_mib=spec.memory_limit_mib,
+                    limits=spec.limits,
                     on_timeout=spec.on_timeout,
                     labels=spec.labels,
                     metadata=spec.metadata,

@@ -1,4 +1,4 @@
-"""What a daemon does without being asked: deadlines, memory limits, forgetting the dead."""
+"""What a daemon does without being asked: deadlines, forgetting the dead."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import time
 
 from forkd.errors import ForkdError
-from forkd.host.memory import anonymous_bytes
 from forkd.model.sandbox import OnTimeout, SandboxRecord, State
 from forkd.runtime.roster import Roster
 
@@ -25,8 +24,7 @@ async def keep_up(roster: Roster) -> None:
     while True:
         now = time.time()
         due = [_expire(roster, record) for record in roster.registry.list_due(now)]
-        greedy = [_end_greedy(roster, record) for record in roster.registry.list_limited() if _is_greedy(record)]
-        for outcome in await asyncio.gather(*due, *greedy, return_exceptions=True):
+        for outcome in await asyncio.gather(*due, return_exceptions=True):
             if isinstance(outcome, ForkdError):
                 _log.warning("Upkeep: %s", outcome.message)
             elif isinstance(outcome, Exception):
@@ -51,19 +49,3 @@ async def _expire(roster: Roster, record: SandboxRecord) -> None:
     roster.registry.change(record.id, deadline_unix=None)
     if record.state is State.RUNNING:
         await roster.finished(roster.pause(record.id))
-
-
-async def _end_greedy(roster: Roster, record: SandboxRecord) -> None:
-    await roster.finished(
-        roster.execute(record.id, f"It used more memory than its limit of {record.memory_limit_mib} MiB")
-    )
-
-
-def _is_greedy(record: SandboxRecord) -> bool:
-    assert record.memory_limit_mib is not None
-    if record.pid is None:
-        return False
-    try:
-        return anonymous_bytes(record.pid) > record.memory_limit_mib * 2**20
-    except (FileNotFoundError, ProcessLookupError):
-        return False  # it died; that is noticed elsewhere

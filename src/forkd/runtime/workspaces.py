@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from forkd.errors import InvalidInput, NotFound
+from forkd.model.limits import NO_LIMITS, Limits
 from forkd.model.names import SnapshotTag, parse_name, parse_tag
 from forkd.model.sandbox import SandboxRecord, SandboxSpec, State
 from forkd.runtime.registry import Registry, WorkspaceRow
@@ -49,11 +50,11 @@ class Workspaces:
     def get(self, name: str) -> WorkspaceRecord:
         return self._seen(self._row(name))
 
-    async def create(self, name: str, snapshot_tag: str, memory_limit_mib: int | None) -> WorkspaceRecord:
+    async def create(self, name: str, snapshot_tag: str, limits: Limits = NO_LIMITS) -> WorkspaceRecord:
         now = time.time()
         parsed, tag = parse_name(name, "workspace name"), parse_tag(snapshot_tag)
         # The row first: it holds the name. Without a sandbox it says "stale", which a crash now makes true.
-        row = WorkspaceRow(parsed, f"ws-{secrets.token_hex(8)}", tag, memory_limit_mib, now, now)
+        row = WorkspaceRow(parsed, f"ws-{secrets.token_hex(8)}", tag, limits, now, now)
         self._registry.insert_workspace(row)
         try:
             await self._spawn(row)
@@ -86,7 +87,7 @@ class Workspaces:
         self._registry.remove_workspace(row.name)
 
     async def _spawn(self, row: WorkspaceRow) -> SandboxRecord:
-        spec = SandboxSpec(row.source_snapshot_tag, memory_limit_mib=row.memory_limit_mib, workspace=row.name)
+        spec = SandboxSpec(row.source_snapshot_tag, limits=row.limits, workspace=row.name)
         return await self._sandboxes.spawn_for_workspace(spec)
 
     async def _forget_sandbox(self, name: str) -> None:

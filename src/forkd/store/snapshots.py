@@ -185,8 +185,9 @@ def _seal(staging: Path, manifest: Manifest) -> None:
     names = sorted(p.name for p in staging.iterdir())
     sums = {name: digest_file(staging / name) for name in names}
     for name in names:
-        # Not read-only: QEMU opens a memory file for writing even where it maps it privately.
-        (staging / name).chmod(0o600)
+        # Others may read: a jailed VMM is one, and is handed the file. By its path only the owner gets here.
+        # The owner may write: QEMU opens a memory file for writing even where it maps it privately.
+        (staging / name).chmod(0o644)
     (staging / _MANIFEST).write_bytes(render_manifest(replace(manifest, files=sums)))
 
 

@@ -20,6 +20,9 @@ class SandboxInfo(TypedDict):
     created_at_unix: int
     pid: int | None
     memory_limit_mib: int | None
+    cpu_limit: float | None
+    pids_limit: int | None
+    io_limit_mib_s: int | None
     has_branched: bool
     last_branch_memory_path: str | None
     branch_count: int
@@ -51,6 +54,7 @@ class SnapshotInfo(TypedDict):
     engine: NotRequired[str]
     memory_mib: NotRequired[int]
     vcpus: NotRequired[int]
+    cpu_template: NotRequired[str]
     warm: NotRequired[str]
     progress: NotRequired[str]
 

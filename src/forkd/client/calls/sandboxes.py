@@ -29,6 +29,9 @@ class Spawn:
     prewarm: bool = False
     live_fork: bool = False
     hugepages: bool = False
+    cpu_limit: float | None = None
+    pids_limit: int | None = None
+    io_limit_mib_s: int | None = None
     timeout_secs: float | None = None
     on_timeout: str | None = None
     env: Mapping[str, str] | None = None
@@ -67,6 +70,9 @@ def _spawn_body(spawn: Spawn) -> dict[str, Any]:
             body[name] = dict(pairs)
     return body | drop_unset(
         memory_limit_mib=spawn.memory_limit_mib,
+        cpu_limit=spawn.cpu_limit,
+        pids_limit=spawn.pids_limit,
+        io_limit_mib_s=spawn.io_limit_mib_s,
         timeout_secs=spawn.timeout_secs,
         on_timeout=spawn.on_timeout,
         agent_port=spawn.agent_port,

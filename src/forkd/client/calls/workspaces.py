@@ -17,13 +17,24 @@ def get_workspace(name: str) -> Call[WorkspaceInfo]:
 
 
 def create_workspace(
-    name: str, snapshot_tag: str, per_child_netns: bool, memory_limit_mib: int | None
+    name: str,
+    snapshot_tag: str,
+    per_child_netns: bool,
+    memory_limit_mib: int | None,
+    cpu_limit: float | None = None,
+    pids_limit: int | None = None,
+    io_limit_mib_s: int | None = None,
 ) -> Call[WorkspaceInfo]:
     body = {
         "name": name,
         "snapshot_tag": snapshot_tag,
         "per_child_netns": per_child_netns,
-        **drop_unset(memory_limit_mib=memory_limit_mib),
+        **drop_unset(
+            memory_limit_mib=memory_limit_mib,
+            cpu_limit=cpu_limit,
+            pids_limit=pids_limit,
+            io_limit_mib_s=io_limit_mib_s,
+        ),
     }
     return Call("POST", ("v1", "workspaces"), as_json, body=body, takes_s=_SPAWN_S)
 

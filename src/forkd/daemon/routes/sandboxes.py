@@ -162,7 +162,7 @@ def parse_spec(body: SpawnBody) -> SandboxSpec:
     return SandboxSpec(
         snapshot_tag=parse_tag(body.snapshot_tag),
         n=body.n,
-        memory_limit_mib=body.memory_limit_mib,
+        limits=body.limits(),
         timeout_s=body.timeout_secs,
         on_timeout=OnTimeout(body.on_timeout),
         env=body.env,

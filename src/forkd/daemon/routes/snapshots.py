@@ -39,7 +39,7 @@ async def list_snapshots(request: Request, limit: Limit = None, page_token: Page
     "/v1/snapshots",
     status_code=202,
     response_model=schemas.Snapshot,
-    responses={**_MAKING, **errors(*NAMED, *BODY, 502, 504)},
+    responses={**_MAKING, **errors(*NAMED, *BODY, 501, 502, 504)},
     openapi_extra=takes(SnapshotBody),
 )
 async def create_snapshot(request: Request) -> Response:
@@ -50,7 +50,7 @@ async def create_snapshot(request: Request) -> Response:
     asked = SnapshotRequest(
         tag=parse_tag(body.tag),
         image=await _find_image(daemon, body),
-        machine=MachineSpec(body.memory_mib, body.vcpus),
+        machine=MachineSpec(body.memory_mib, body.vcpus, body.cpu_template),
         warmup=Warmup(body.warm, body.warm_command, body.warm_timeout_secs),
         replace=body.replace,
     )

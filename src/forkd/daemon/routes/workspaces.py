@@ -29,13 +29,13 @@ async def list_workspaces(request: Request, limit: Limit = None, page_token: Pag
     "/v1/workspaces",
     status_code=201,
     response_model=schemas.Workspace,
-    responses=errors(*NAMED, *BODY, 502, 504),
+    responses=errors(*NAMED, *BODY, 501, 502, 504),
     openapi_extra=takes(WorkspaceBody),
 )
 async def create_workspace(request: Request) -> Response:
     call = call_of(request)
     body = await read_model(request, WorkspaceBody)
-    record = await call.fleet.workspaces.create(body.name, body.snapshot_tag, body.memory_limit_mib)
+    record = await call.fleet.workspaces.create(body.name, body.snapshot_tag, body.limits())
     return _answer(call, record, 201)
 
 
@@ -63,7 +63,7 @@ async def suspend_workspace(request: Request, name: Name) -> Response:
     return _answer(call, await call.fleet.workspaces.suspend(name))
 
 
-@router.post("/v1/workspaces/{name}/resume", response_model=schemas.Workspace, responses=errors(*NAMED, 502, 504))
+@router.post("/v1/workspaces/{name}/resume", response_model=schemas.Workspace, responses=errors(*NAMED, 501, 502, 504))
 async def resume_workspace(request: Request, name: Name) -> Response:
     call = call_of(request)
     return _answer(call, await call.fleet.workspaces.resume(name))
