@@ -14,6 +14,14 @@ from forkd.host.paths import Home
 from forkd.image import Image, ImageStore, debian_spec, get_recipe
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("FORKD_LAB") != "1":
+        skip = pytest.mark.skip(reason="needs KVM, root and cgroup v2: make lab runs it")
+        for item in items:
+            if item.get_closest_marker("lab") is not None:
+                item.add_marker(skip)
+
+
 @pytest.fixture(scope="session")
 def built_home(tmp_path_factory: pytest.TempPathFactory) -> Home:
     """A home with the real python image; kept between runs where FORKD_TEST_HOME says so."""

