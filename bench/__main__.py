@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.host import describe_host
+from bench.lab import ROUNDS as LAB_ROUNDS
+from bench.lab import SIZES as LAB_SIZES
+from bench.lab import measure_lab
+from bench.lab_report import PART as LAB
+from bench.lab_report import render_lab_markdown
 from bench.load import LoadSpec
-from bench.measure import PARTS, Bench, remove_snapshot, run_round
-from bench.report import Run, render_json, render_markdown
-from bench.results import read_results, write_results
+from bench.measure import PARTS, Bench, begin_run, describe_work, remove_snapshot, run_round
+from bench.report import Round, Run, render_failure, render_json, render_markdown, with_ratios
+from bench.results import SECTIONS, read_results, write_results
 from bench.service import FAKE, Service, begin_part, default_costs, default_cycles, default_warm, run_part
 from bench.service_report import PARTS as SERVICE_PARTS
 from bench.service_report import render_part, render_service_markdown
+from forkd.cli.main import print_error
 from forkd.cli.progress import Shown
 from forkd.cli.running import run_async
 from forkd.errors import ForkdError, InvalidInput
@@ -31,18 +36,16 @@ from forkd.store.snapshots import SnapshotStore
 _INTERRUPTED = 130
 # As many as the target "ten runs in a row" asks for.
 _ROUNDS = 10
+_SIZES = (1, 10, 100)
 # Each round of the daemon's costs has many requests of each kind.
 _SERVICE_ROUNDS = 5
-_TIME = "%Y-%m-%dT%H:%M:%S%z"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(parse_args(argv))
     except ForkdError as error:
-        for line in (f"error: {error.message}", error.details, error.hint and f"hint: {error.hint}"):
-            if line:
-                print(line, file=sys.stderr)
+        print_error(error, as_json=False)
         return error.exit_code
     except KeyboardInterrupt:
         print("bench: interrupted; the rounds that were done are written", file=sys.stderr)
@@ -52,16 +55,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Measure forkd on this machine.")
     parser.add_argument("--rounds", type=int, default=_ROUNDS, help=f"how often to measure all (default {_ROUNDS})")
-    parser.add_argument("-n", type=int, nargs="+", default=[1, 10, 100], help="children to fork (default 1 10 100)")
+    parser.add_argument("-n", type=int, nargs="+", help="children to fork (default 1 10 100; in the lab 1 10 30)")
     parser.add_argument(
-        "--only", action="append", choices=(*PARTS, *SERVICE_PARTS), help="a part to measure; may be repeated"
+        "--only", action="append", choices=(*PARTS, *SECTIONS), help="a part to measure; may be repeated"
     )
-    parser.add_argument("--engine", help="default: what doctor chooses")
+    parser.add_argument("--engine", help="default: what doctor chooses; the lab has its own")
     parser.add_argument("--out", type=Path, default=Path("bench/results.json"), help="default bench/results.json")
     parser.add_argument("--chart", type=Path, default=Path("docs/bench.svg"), help="default docs/bench.svg")
     parser.add_argument(
         "--daemon-chart", type=Path, default=Path("docs/bench-daemon.svg"), help="default docs/bench-daemon.svg"
     )
+    parser.add_argument("--lab-chart", type=Path, default=Path("docs/bench-lab.svg"), help="default docs/bench-lab.svg")
     return parser.parse_args(argv)
 
 
@@ -69,32 +73,52 @@ def run(args: argparse.Namespace) -> int:
     """0 when every child and the daemon answered, however slow; 1 when one did not."""
     if args.rounds < 1:
         raise InvalidInput(f"Cannot measure {args.rounds} rounds", hint="Use 1 or more")
-    sizes = tuple(sorted({parse_count(n) for n in args.n}))
-    parts = frozenset(args.only or (*PARTS, *SERVICE_PARTS))
+    asked = tuple(sorted({parse_count(n) for n in args.n or ()}))
+    parts = frozenset(args.only or (*PARTS, *SECTIONS))
     read_results(args.out)  # what cannot be kept is refused before anything is measured
+    if parts - {LAB}:
+        run_here(args, parts, asked or _SIZES)
+    failures = run_lab(min(args.rounds, LAB_ROUNDS), asked or LAB_SIZES, args.out) if LAB in parts else []
+    report = read_results(args.out)
+    write_charts(report, args)
+    return print_report(report, parts, failures)
+
+
+def run_here(args: argparse.Namespace, parts: Collection[str], sizes: tuple[int, ...]) -> None:
     home = find_home()
     engine = open_engine(args.engine)
     with Shown(quiet=False) as shown:
         image = ImageStore(home).build(debian_spec(get_recipe("python")), "python", shown)
         with session(home.runtime) as directory:
-            if chosen := parts & frozenset(PARTS):
-                started = Run(time.strftime(_TIME), describe_host(engine), _settings(args.rounds, sizes))
+            if chosen := frozenset(PARTS) & set(parts):
+                started = begin_run(describe_host(engine), describe_work(args.rounds, sizes, demo.MACHINE))
                 bench = Bench(engine, SnapshotStore(home.snapshots), image, directory, shown, sizes, chosen)
                 run_async(run_rounds(bench, started, args.rounds, lambda done: write_report(done, args.out)))
             service = _service(home, directory, shown, engine.name, sizes, min(args.rounds, _SERVICE_ROUNDS))
             for part in (part for part in SERVICE_PARTS if part in parts):
                 run_async(run_service_part(service, part, describe_host(engine), args.out))
-    report = read_results(args.out)
-    write_charts(report, args)
-    return print_report(report, parts)
 
 
-def print_report(report: Mapping[str, Any], parts: Collection[str]) -> int:
+def run_lab(rounds: int, sizes: Sequence[int], out: Path) -> list[str]:
+    """What failed. Without a lab everything else has been measured, and what was measured in one before stays."""
+    try:
+        write_results(out, {LAB: measure_lab(rounds, sizes)})
+    except ForkdError as error:
+        return [render_failure(LAB, error)]
+    return []
+
+
+def print_report(report: Mapping[str, Any], parts: Collection[str], failures: Sequence[str]) -> int:
     """The tables of all there is; the failures of what was measured now."""
-    print(render_markdown(report) if "figures" in report else "", render_service_markdown(report), sep="\n", end="")
+    tables = (
+        render_markdown(report) if "figures" in report else "",
+        render_service_markdown(report),
+        render_lab_markdown(report),
+    )
+    print("\n".join(table for table in tables if table), end="")
     measured = [report] if set(parts) & set(PARTS) else []
-    measured += [report[part] for part in SERVICE_PARTS if part in parts]
-    failures = [failure for section in measured for failure in section["failures"]]
+    measured += [report[part] for part in SECTIONS if part in parts and part in report]
+    failures = [*failures, *(failure for section in measured for failure in section["failures"])]
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
     return 1 if failures else 0
@@ -109,10 +133,11 @@ async def run_rounds(bench: Bench, run: Run, count: int, on_round: Callable[[Run
     """Adds to `run` round by round: what was measured is kept when a later round cannot be."""
     try:
         for number in range(1, count + 1):
-            run.rounds.append(await run_round(bench, f"round {number} of {count}"))
+            done = await run_round(bench, f"round {number} of {count}")
+            run.rounds.append(Round(with_ratios(done.readings, bench.sizes), done.failures))
             on_round(run)
     finally:
-        remove_snapshot(bench.store)
+        remove_snapshot(bench)
 
 
 def write_report(run: Run, path: Path) -> None:
@@ -122,12 +147,15 @@ def write_report(run: Run, path: Path) -> None:
 def write_charts(report: Mapping[str, Any], args: argparse.Namespace) -> None:
     # Matplotlib takes half a second to import; a run that ends early does without.
     from bench.chart import draw
+    from bench.lab_chart import draw_lab
     from bench.service_chart import draw_daemon
 
     if "figures" in report:
         draw(report, args.chart)
     if "daemon" in report:
         draw_daemon(report["daemon"], args.daemon_chart)
+    if LAB in report:
+        draw_lab(report[LAB], args.lab_chart)
 
 
 def _service(
@@ -135,19 +163,16 @@ def _service(
 ) -> Service:
     engines = (FAKE,) if engine == FAKE else (FAKE, engine)
     return Service(
-        home, directory, progress, engines, default_costs(sizes), LoadSpec(), default_cycles(), rounds, default_warm()
+        home,
+        directory,
+        progress,
+        engines,
+        {name: default_costs(name, sizes) for name in engines},
+        LoadSpec(),
+        {name: default_cycles(name) for name in engines},
+        rounds,
+        {name: default_warm(name) for name in engines},
     )
-
-
-def _settings(rounds: int, sizes: Sequence[int]) -> dict[str, object]:
-    return {
-        "rounds": rounds,
-        "n": list(sizes),
-        "memory_mib": demo.MACHINE.memory_mib,
-        "vcpus": demo.MACHINE.vcpus,
-        "warm_up": demo.WARMUP.describe(),
-        "eval": demo.CODE,
-    }
 
 
 if __name__ == "__main__":

@@ -45,9 +45,7 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
         above, below = figure.subplots(2, 1)
         _draw_totals(above, report)
         _draw_steps(below, report)
-        figure.supxlabel(_caption(report), fontsize=8, color="#555555")
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, dpi=120, metadata=metadata)
+        save(figure, path, _caption(report))
 
 
 def _draw_totals(axes: Axes, report: Mapping[str, Any]) -> None:
@@ -60,9 +58,7 @@ def _draw_totals(axes: Axes, report: Mapping[str, Any]) -> None:
         spread = [[median - entry["min"]], [entry["max"] - median]]
         axes.barh(row, median, color=colour, height=0.6)
         axes.errorbar(median, row, xerr=spread, fmt="none", ecolor=_INK, elinewidth=1, capsize=3)
-        axes.annotate(
-            f"{render_value(median)} s", (entry["max"], row), xytext=(7, 0), textcoords="offset points", va="center"
-        )
+        annotate(axes, row, entry["max"], f"{render_value(median)} s")
     finish(axes, [label for label, _, _ in shown], "seconds; whiskers: fastest and slowest round")
 
 
@@ -82,22 +78,38 @@ def _draw_steps(axes: Axes, report: Mapping[str, Any]) -> None:
             axes.barh(row, entry["median"], left=left, color=colour, height=0.6, label=label)
             left += entry["median"]
         child = figures[f"fork.{n}.child.p50"]["median"]
-        axes.annotate(f"{child:.0f} ms", (left, row), xytext=(7, 0), textcoords="offset points", va="center")
+        annotate(axes, row, left, f"{child:.0f} ms")
     if labelled:
         axes.legend(ncols=len(_STEP_COLOURS), loc="upper left", bbox_to_anchor=(0, -0.3), frameon=False, fontsize=9)
     finish(axes, [f"1 of {n}" for n in rows], "milliseconds from the start of its process")
+
+
+def annotate(axes: Axes, row: float, at: float, text: str) -> None:
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+    axes.annotate(text, (at, row), xytext=(7, 0), textcoords="offset points", va="center", bbox=behind)
 
 
 def finish(axes: Axes, labels: list[str], xlabel: str, *, margin: float = 0.12) -> None:
     axes.set_yticks(range(len(labels)), labels)
     axes.tick_params(axis="y", length=0)
     axes.invert_yaxis()
-    axes.set_xlim(left=0)
     axes.margins(x=margin)
+    if axes.get_xscale() == "linear":
+        axes.set_xlim(left=0)
     axes.set_xlabel(xlabel, fontsize=9)
+
+
+def save(figure: Figure, path: Path, caption: str) -> None:
+    figure.supxlabel(caption, fontsize=8, color="#555555")
+    metadata = {"Date": None} if path.suffix == ".svg" else None
+    figure.savefig(path, dpi=120, metadata=metadata)
+
+
+def render_rounds(settings: Mapping[str, Any]) -> str:
+    return f"median of {settings['rounds_done']} rounds" if settings["rounds_done"] > 1 else "one round"
 
 
 def _caption(report: Mapping[str, Any]) -> str:
     settings = report["settings"]
-    rounds = f"median of {settings['rounds_done']} rounds" if settings["rounds_done"] > 1 else "one round"
-    return f"{render_host(report['host'])}; {settings['memory_mib']} MiB guests; {rounds}; no process started ahead"
+    guests = f"{settings['memory_mib']} MiB guests"
+    return f"{render_host(report['host'])}; {guests}; {render_rounds(settings)}; no process started ahead"

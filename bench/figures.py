@@ -8,6 +8,7 @@ FIRST_EVAL = "first eval"
 
 _ON_DISK = "image built, its files in the page cache; no snapshot, no process"
 _FORKABLE = "snapshot made and verified, its memory file in the page cache; no process started ahead"
+_CLEAN = "A clean page of the memory file counts where one child alone maps it"
 _CHILD = "a child whose eval was answered before"
 
 # Where each step of a fork or a cold boot is over; the steps are the engine's and the runtime's own marks.
@@ -70,15 +71,33 @@ def fork_ok(n: int) -> Figure:
     return Figure(f"fork.{n}.ok", what, "children", "the fork returned or failed", _FORKABLE)
 
 
-def fork_cpu(n: int) -> Figure:
-    what = f"fork of {n}: CPU time of the VMM per child until ready, mean"
+def fork_cpu(n: int, of: str) -> Figure:
+    what = f"fork of {n}: CPU time of {of} per child until ready, mean"
     return Figure(f"fork.{n}.cpu", what, "ms", "the child's first evaluation was answered", _FORKABLE)
 
 
 def unique_memory(n: int, of: str) -> Figure:
     stop = f"all {n} children have answered their first evaluation"
-    prepared = "private pages of the VMM process. A clean page of the memory file counts where one child alone maps it"
+    prepared = f"private pages of the VMM process. {_CLEAN}"
     return Figure(f"fork.{n}.unique.{of}", f"fork of {n}: unique memory per child, {of}", "MiB", stop, prepared)
+
+
+def idle_unique_memory(n: int, of: str, settle_s: float) -> Figure:
+    what = f"fork of {n}: unique memory per idle child, {of}"
+    stop = f"all {n} children have answered their first evaluation, and {settle_s:g} s have passed"
+    prepared = f"private pages of all processes of a child. {_CLEAN}"
+    return Figure(f"fork.{n}.idle_unique.{of}", what, "MiB", stop, prepared)
+
+
+def resident_memory() -> Figure:
+    stop = "the parent is frozen"
+    prepared = "its memory file without the holes, which are pages it never touched"
+    return Figure("snapshot.resident", "snapshot: resident memory of the guest", "MiB", stop, prepared)
+
+
+def unique_share(n: int) -> Figure:
+    what = f"fork of {n}: unique memory of the largest idle child, of the guest's resident"
+    return Figure(f"fork.{n}.unique_share", what, "%", "both in the same round", "see the two figures")
 
 
 def idle_cpu(n: int, window_s: float) -> Figure:
@@ -103,6 +122,11 @@ def trip(kind: str, share: str) -> Figure:
 def fork_to_cold(n: int) -> Figure:
     what = f"fork of {n} / cold boot of one"
     return Figure(f"ratio.fork_{n}_to_cold_boot", what, "", "both in the same round", "see the two figures")
+
+
+def step_rank(step: str) -> int:
+    """Where among the steps it comes; not every engine has all of them."""
+    return list(_STEP_ENDS).index(step) if step in _STEP_ENDS else len(_STEP_ENDS)
 
 
 def _end(step: str) -> str:

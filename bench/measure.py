@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bench import figures
 from bench.figures import FIRST_EVAL, Figure
-from bench.report import Round, shares, step_lengths, with_ratios
+from bench.probes import OF_VMM, Probe
+from bench.report import Round, Run, joined, render_failure, shares, step_lengths
 from forkd.engines.base import Engine, Frozen
 from forkd.errors import ContractBroken, ForkdError
 from forkd.guest.calls import Agent
 from forkd.host.files import scratch_directory
-from forkd.host.memory import cpu_seconds, memory_use
 from forkd.image import Image, Progress
-from forkd.model.names import parse_tag
+from forkd.model.machine import MachineSpec
+from forkd.model.names import SnapshotTag, parse_tag
 from forkd.runtime import demo
 from forkd.runtime.freeze import boot_spec, create_snapshot, frozen_of
 from forkd.runtime.sandbox import Sandbox
@@ -43,44 +46,66 @@ class Bench:
     progress: Progress
     sizes: tuple[int, ...] = (1, 10, 100)
     parts: frozenset[str] = frozenset(PARTS)
+    machine: MachineSpec = demo.MACHINE
+    probe: Probe = OF_VMM
+    tag: SnapshotTag = TAG
+
+
+def begin_run(host: Mapping[str, Any], settings: Mapping[str, Any]) -> Run:
+    return Run(time.strftime("%Y-%m-%dT%H:%M:%S%z"), host, settings)
+
+
+def describe_work(rounds: int, sizes: Sequence[int], machine: MachineSpec) -> dict[str, Any]:
+    return {
+        "rounds": rounds,
+        "n": list(sizes),
+        "memory_mib": machine.memory_mib,
+        "vcpus": machine.vcpus,
+        "warm_up": demo.WARMUP.describe(),
+        "eval": demo.CODE,
+    }
 
 
 async def run_round(bench: Bench, title: str) -> Round:
+    return joined([part async for part in round_parts(bench, title)])
+
+
+async def round_parts(bench: Bench, title: str) -> AsyncGenerator[Round, None]:
     """Every part once, one after the other: what is compared ran on the same machine at nearly the same time."""
-    readings: dict[Figure, float] = {}
-    failures: list[str] = []
     if "cold" in bench.parts:
         bench.progress.stage(f"{title}: cold boot")
-        readings |= await measure_cold_boot(bench)
-    if "snapshot" in bench.parts or not bench.store.has(TAG):
+        yield Round(await measure_cold_boot(bench))
+    if "snapshot" in bench.parts or not bench.store.has(bench.tag):
         bench.progress.stage(f"{title}: snapshot")
         taken = await measure_snapshot(bench)
-        readings |= taken if "snapshot" in bench.parts else {}
-    with bench.store.held(TAG) as snapshot:
+        yield Round(taken if "snapshot" in bench.parts else {})
+    with bench.store.held(bench.tag) as snapshot:
         frozen = frozen_of(snapshot, bench.image)
         for n in bench.sizes if "fork" in bench.parts else ():
             bench.progress.stage(f"{title}: fork of {n}")
-            try:
-                readings |= await measure_fork(bench, frozen, n)
-            except ForkdError as error:
-                # Fewer than n is a finding of this bench, not the end of it.
-                readings[figures.fork_ok(n)] = 0
-                failures.append(f"{title}: fork of {n}: {error.code}: {error.message}")
+            yield await _try_fork(bench, frozen, n, title)
         if "trip" in bench.parts:
             bench.progress.stage(f"{title}: round trips")
-            readings |= await measure_trips(bench, frozen)
-    return Round(with_ratios(readings, bench.sizes), tuple(failures))
+            yield Round(await measure_trips(bench, frozen))
 
 
-def remove_snapshot(store: SnapshotStore) -> None:
-    if store.has(TAG):
-        store.remove(TAG)
+async def _try_fork(bench: Bench, frozen: Frozen, n: int, title: str) -> Round:
+    try:
+        return Round(await measure_fork(bench, frozen, n))
+    except ForkdError as error:
+        # Fewer than n is a finding of this bench, not the end of it.
+        return Round({figures.fork_ok(n): 0}, (render_failure(f"{title}: fork of {n}", error),))
+
+
+def remove_snapshot(bench: Bench) -> None:
+    if bench.store.has(bench.tag):
+        bench.store.remove(bench.tag)
 
 
 async def measure_cold_boot(bench: Bench) -> dict[Figure, float]:
     with scratch_directory(bench.store.root) as scratch:
         begun = time.monotonic()
-        boot = boot_spec(bench.image, demo.MACHINE)
+        boot = boot_spec(bench.image, bench.machine)
         async with booted(bench.engine, boot, bench.directory / "cold", scratch) as (machine, agent):
             marks = {**machine.phases.steps, "agent answers": time.monotonic()}
             await warm_up(agent, demo.WARMUP)
@@ -110,8 +135,8 @@ async def measure_snapshot(bench: Bench) -> dict[Figure, float]:
         bench.engine,
         bench.store,
         bench.image,
-        TAG,
-        demo.MACHINE,
+        bench.tag,
+        bench.machine,
         demo.WARMUP,
         bench.directory,
         replace=True,
@@ -128,6 +153,7 @@ async def measure_snapshot(bench: Bench) -> dict[Figure, float]:
 class _Children:
     """Stamps of each child, taken as it becomes ready."""
 
+    probe: Probe
     total_ms: list[float] = field(default_factory=list)
     steps_ms: dict[str, list[float]] = field(default_factory=dict)
     cpu_ms: list[float] = field(default_factory=list)
@@ -139,18 +165,21 @@ class _Children:
         self.total_ms.append((now - phases.begun) * 1000)
         for step, length in step_lengths(phases.begun, {**phases.steps, FIRST_EVAL: now}).items():
             self.steps_ms.setdefault(step, []).append(length * 1000)
-        self.cpu_ms.append(cpu_seconds(sandbox.machine.pid) * 1000)
+        self.cpu_ms.append(self.probe.cpu_seconds(sandbox) * 1000)
 
 
 async def measure_fork(bench: Bench, frozen: Frozen, n: int) -> dict[Figure, float]:
-    stamps = _Children()
+    probe = bench.probe
+    stamps = _Children(probe)
     begun = time.monotonic()
-    forked = await fork_children(bench.engine, frozen, new_identities(n), bench.directory, after=stamps.ready)
+    forked = await fork_children(
+        bench.engine, frozen, new_identities(n), bench.directory, limits=probe.limits, after=stamps.ready
+    )
     wall = time.monotonic() - begun
     children = forked.sandboxes
     try:
         # One size is enough: idling costs seconds of waiting, and memory means most where pages are shared by many.
-        held = await _measure_held(children) if n == max(bench.sizes) else {}
+        held = await probe.held(children, frozen) if n == max(bench.sizes) else {}
     finally:
         begun = time.monotonic()
         await kill_all(children)
@@ -164,20 +193,9 @@ async def measure_fork(bench: Bench, frozen: Frozen, n: int) -> dict[Figure, flo
             for step, values in stamps.steps_ms.items()
             for share, value in shares(values).items()
         },
-        figures.fork_cpu(n): statistics.mean(stamps.cpu_ms),
+        probe.cpu_figure(n): statistics.mean(stamps.cpu_ms),
         **held,
         figures.kill(n): killed,
-    }
-
-
-async def _measure_held(children: list[Sandbox]) -> dict[Figure, float]:
-    """What children cost by being there."""
-    n = len(children)
-    unique = [memory_use(child.machine.pid).unique_bytes / 2**20 for child in children]
-    return {
-        figures.unique_memory(n, "mean"): statistics.mean(unique),
-        figures.unique_memory(n, "largest"): max(unique),
-        figures.idle_cpu(n, demo.IDLE_S): await demo.idle_cpu_percent(children),
     }
 
 

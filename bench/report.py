@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from bench import figures
 from bench.figures import Figure
+from forkd.errors import ForkdError
 from forkd.runtime.demo import percentile
 
 FORMAT = 1
 # How many children the targets speak of.
 TARGET_N = 100
 
-_STEP = re.compile(r"fork\.(?P<n>\d+)\.step\.(?P<step>.+)\.(?P<share>p\d+)")
+_STEP = re.compile(r"(?:(?P<engine>\w+)\.)?fork\.(?P<n>\d+)\.step\.(?P<step>.+)\.(?P<share>p\d+)")
 
 Readings = Mapping[Figure, float]
 
@@ -27,6 +28,16 @@ class Round:
 
     readings: Readings
     failures: tuple[str, ...] = ()
+
+
+def joined(parts: Iterable[Round]) -> Round:
+    """What was read one after the other, as one round."""
+    readings: dict[Figure, float] = {}
+    failures: list[str] = []
+    for part in parts:
+        readings |= part.readings
+        failures += part.failures
+    return Round(readings, tuple(failures))
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,12 @@ class Target:
     worst: float | None
     reached: bool | None
     reached_in_every_round: bool | None
+
+
+def render_failure(title: str, error: ForkdError) -> str:
+    """With the last line of its details: there the VMM says what it did not like."""
+    lines = (error.details or "").strip().splitlines()
+    return f"{title}: {error.code}: {error.message}{f' ({lines[-1]})' if lines else ''}"
 
 
 def shares(values: Sequence[float]) -> dict[str, float]:
@@ -112,26 +129,32 @@ def judge(summaries: Mapping[str, Summary], n: int = TARGET_N) -> list[Target]:
             "<= 2",
             lambda value: value <= 2,
         ),
-        _all_answer(summaries.get(figures.fork_ok(n).name), n),
+        in_every_round(f"{n} of {n} children succeed in every round", summaries, figures.fork_ok(n), n),
     ]
 
 
 def within(
-    name: str, summaries: Mapping[str, Summary], figure: Figure, bound: str, fits: Callable[[float], bool]
+    name: str,
+    summaries: Mapping[str, Summary],
+    figure: Figure,
+    bound: str,
+    fits: Callable[[float], bool],
+    worst_of: Callable[[Sequence[float]], float] = max,
 ) -> Target:
     summary = summaries.get(figure.name)
     if summary is None:
         return Target(name, bound, figure.unit, None, None, None, None)
-    worst = max(summary.values)
+    worst = worst_of(summary.values)
     return Target(name, bound, figure.unit, summary.median, worst, fits(summary.median), fits(worst))
 
 
-def _all_answer(summary: Summary | None, n: int) -> Target:
-    name = f"{n} of {n} children succeed in every round"
+def in_every_round(name: str, summaries: Mapping[str, Summary], figure: Figure, n: int) -> Target:
+    """One that a good median does not reach."""
+    summary = summaries.get(figure.name)
     if summary is None:
-        return Target(name, f"= {n}", "children", None, None, None, None)
+        return Target(name, f"= {n}", figure.unit, None, None, None, None)
     worst = min(summary.values)
-    return Target(name, f"= {n}", "children", summary.median, worst, worst == n, worst == n)
+    return Target(name, f"= {n}", figure.unit, summary.median, worst, worst == n, worst == n)
 
 
 def render_json(run: Run) -> dict[str, Any]:
@@ -181,34 +204,43 @@ def _rounded(value: float | None) -> float | None:
 
 def render_markdown(report: Mapping[str, Any]) -> str:
     """The tables of docs/bench.md, of a report as written to JSON."""
-    tables = (render_figures(report), _render_steps(report), render_targets(report))
+    tables = (render_figures(report), render_steps(report), render_targets(report))
     return "\n\n".join("\n".join(rows) for rows in tables if rows) + "\n"
 
 
 def render_figures(report: Mapping[str, Any]) -> list[str]:
     rows = ["| what | median | fastest to slowest round |", "|---|---|---|"]
     for name, figure in report["figures"].items():
-        if _STEP.fullmatch(name) is None:
-            median = f"{render_value(figure['median'])} {figure['unit']}".strip()
+        if not is_step(name):
             low, high = render_value(figure["min"]), render_value(figure["max"])
-            rows.append(f"| {figure['what']} | {median} | {low} to {high} |")
+            rows.append(f"| {figure['what']} | {render_median(figure)} | {low} to {high} |")
     return rows
 
 
-def _render_steps(report: Mapping[str, Any]) -> list[str]:
-    """One row for each step of a fork, one column for each number of children."""
-    cells: dict[str, dict[int, dict[str, str]]] = {}
+def render_median(figure: Mapping[str, Any]) -> str:
+    return f"{render_value(figure['median'])} {figure['unit']}".strip()
+
+
+def is_step(name: str) -> bool:
+    """Whether a figure is about one step of a fork; those have a table of their own."""
+    return _STEP.fullmatch(name) is not None
+
+
+def render_steps(report: Mapping[str, Any]) -> list[str]:
+    """One row for each step of a fork, one column for each number of children, by engine where there are several."""
+    cells: dict[str, dict[tuple[int, str], dict[str, str]]] = {}
     for name, figure in report["figures"].items():
         if found := _STEP.fullmatch(name):
-            column = cells.setdefault(found["step"], {}).setdefault(int(found["n"]), {})
+            column = cells.setdefault(found["step"], {}).setdefault((int(found["n"]), found["engine"] or ""), {})
             column[found["share"]] = render_value(figure["median"])
-    sizes = sorted({n for row in cells.values() for n in row})
-    if not sizes:
+    columns = sorted({column for row in cells.values() for column in row})
+    if not columns:
         return []
-    rows = ["| step of one child, p50 / p99 in ms | " + " | ".join(f"fork of {n}" for n in sizes) + " |"]
-    rows.append("|---|" + "---|" * len(sizes))
-    for step, row in cells.items():
-        shown = (" / ".join(row[n].values()) if n in row else "-" for n in sizes)
+    titles = (f"fork of {n}, {engine}" if engine else f"fork of {n}" for n, engine in columns)
+    rows = ["| step of one child, p50 / p99 in ms | " + " | ".join(titles) + " |"]
+    rows.append("|---|" + "---|" * len(columns))
+    for step, row in sorted(cells.items(), key=lambda cell: figures.step_rank(cell[0])):
+        shown = (" / ".join(row[column].values()) if column in row else "-" for column in columns)
         rows.append(f"| {step} | " + " | ".join(shown) + " |")
     return rows
 

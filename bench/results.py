@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.lab_report import PART as LAB
 from bench.service_report import PARTS
 from forkd.errors import InvalidInput
 from forkd.host.files import write_atomic
+
+# Parts that are a section each.
+SECTIONS = (*PARTS, LAB)
 
 _HINT = "Remove it, or write to another with --out"
 
@@ -27,9 +31,9 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def merge_results(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """`new` has the parts of the daemon by name, and the keys of the engine's report when that was measured. Pure."""
+    """`new` has sections by name, and the keys of the engine's report when that was measured. Pure."""
     if "figures" in new:
-        return {**{part: old[part] for part in PARTS if part in old}, **new}
+        return {**{part: old[part] for part in SECTIONS if part in old}, **new}
     return {**old, **new}
 
 
@@ -37,6 +41,6 @@ def write_results(path: Path, new: Mapping[str, Any]) -> dict[str, Any]:
     """What the file holds now."""
     merged = merge_results(read_results(path), new)
     # Sections last, whatever came first: the file is read by people too.
-    ordered = {key: merged[key] for key in sorted(merged, key=lambda key: key in PARTS)}
+    ordered = {key: merged[key] for key in sorted(merged, key=lambda key: key in SECTIONS)}
     write_atomic(path, json.dumps(ordered, indent=1).encode() + b"\n")
     return ordered

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -13,7 +12,8 @@ from bench import service_figures as figures
 from bench.costs import CostSpec, Direct, measure_costs
 from bench.cycles import CycleSpec, measure_cycles
 from bench.load import Answers, LoadSpec, measure_load
-from bench.report import Round, Run, shares
+from bench.measure import begin_run
+from bench.report import Round, Run, joined, render_failure, shares
 from bench.served import IMAGE, TAG, Served, make_snapshot, served
 from forkd.errors import ForkdError
 from forkd.host.files import scratch_directory
@@ -46,21 +46,20 @@ class Service:
     warm: Mapping[str, str]
 
 
-def default_costs(sizes: tuple[int, ...]) -> dict[str, CostSpec]:
+def default_costs(engine: str, sizes: tuple[int, ...]) -> CostSpec:
     one, many = min(sizes), max(sizes)
-    return {
-        FAKE: CostSpec(spawns={one: 30, many: 2}, execs=200, evals=300),
-        "qemu": CostSpec(spawns={one: 20, many: 1}, execs=40, evals=200),
-    }
+    if engine == FAKE:
+        return CostSpec(spawns={one: 30, many: 2}, execs=200, evals=300)
+    return CostSpec(spawns={one: 20, many: 1}, execs=40, evals=200)
 
 
-def default_warm() -> dict[str, str]:
+def default_warm(engine: str) -> str:
     """The fake engine evaluates its past again in every child: numpy would be most of its fork."""
-    return {FAKE: "import json", "qemu": demo.WARMUP.code or ""}
+    return "import json" if engine == FAKE else demo.WARMUP.code or ""
 
 
-def default_cycles() -> dict[str, CycleSpec]:
-    return {FAKE: CycleSpec(cycles=1000, at_once=4), "qemu": CycleSpec(cycles=100, at_once=4)}
+def default_cycles(engine: str) -> CycleSpec:
+    return CycleSpec(cycles=1000 if engine == FAKE else 100, at_once=4)
 
 
 def begin_part(service: Service, part: str, host: Mapping[str, Any]) -> Run:
@@ -72,7 +71,7 @@ def begin_part(service: Service, part: str, host: Mapping[str, Any]) -> Run:
         settings |= {"engines": [FAKE], **asdict(service.load)}
     else:
         settings["each"] = {engine: asdict(service.cycles[engine]) for engine in service.engines}
-    return Run(time.strftime("%Y-%m-%dT%H:%M:%S%z"), host, settings)
+    return begin_run(host, settings)
 
 
 async def run_part(service: Service, part: str, run: Run, on_round: OnRound) -> None:
@@ -83,8 +82,7 @@ async def run_part(service: Service, part: str, run: Run, on_round: OnRound) -> 
             async with _daemon(service, engine, f"{part}, {engine}") as daemon:
                 await measures[part](service, daemon, run, on_round)
         except ForkdError as error:
-            last = f" ({error.details.strip().splitlines()[-1]})" if error.details and error.details.strip() else ""
-            _add(run, 1, Round({}, (f"{part}, {engine}: {error.code}: {error.message}{last}",)))
+            _add(run, 1, Round({}, (render_failure(f"{part}, {engine}", error),)))
             on_round(run)
 
 
@@ -110,8 +108,7 @@ async def _run_costs(service: Service, daemon: Served, run: Run, on_round: OnRou
 def _add(run: Run, number: int, done: Round) -> None:
     """To the round of that number, which another engine may have begun."""
     if number <= len(run.rounds):
-        before = run.rounds[number - 1]
-        run.rounds[number - 1] = Round({**before.readings, **done.readings}, (*before.failures, *done.failures))
+        run.rounds[number - 1] = joined([run.rounds[number - 1], done])
     else:
         run.rounds.append(done)
 

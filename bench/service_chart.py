@@ -10,7 +10,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.chart import STYLE, finish
+from bench.chart import STYLE, annotate, finish, render_rounds, save
 from bench.host import render_host
 from bench.report import render_value
 from bench.service_report import CALL_MS, SPAWN_MANY, SPAWN_MANY_MS, SPAWN_ONE_MS
@@ -29,9 +29,7 @@ def draw_daemon(section: Mapping[str, Any], path: Path) -> None:
         above, below = figure.subplots(2, 1)
         _draw_parts(above, section)
         _draw_calls(below, section)
-        figure.supxlabel(_caption(section), fontsize=8, color="#555555")
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, dpi=120, metadata=metadata)
+        save(figure, path, f"{render_host(section['host'])}; {render_rounds(section['settings'])}")
 
 
 def _draw_parts(axes: Axes, section: Mapping[str, Any]) -> None:
@@ -54,7 +52,7 @@ def _draw_parts(axes: Axes, section: Mapping[str, Any]) -> None:
             axes.barh(row, p50, color=_WITHIN if p50 <= 100 else _BEYOND, height=0.6)
             axes.plot([p50, p99], [row, row], color=_INK, linewidth=1)
             text = f"{render_value(half['median'])} of {limit_ms:g} ms (p99 {render_value(most['median'])})"
-            _annotate(axes, row, max(p50, p99), text)
+            annotate(axes, row, max(p50, p99), text)
     # Behind the texts, which say the same in numbers.
     axes.axvline(100, zorder=0.5, color=_INK, linewidth=1, linestyle=(0, (4, 3)))
     finish(axes, labels, "bar: p50; line: to p99; dashed: the most it may cost", margin=0.3)
@@ -74,17 +72,7 @@ def _draw_calls(axes: Axes, section: Mapping[str, Any]) -> None:
             labels.append(f"{name}, {engine}")
             axes.barh(row, agent, color=_BELOW, height=0.6, label="agent" if first else None)
             axes.barh(row, more, left=agent, color=_WITHIN, height=0.6, label="daemon, HTTP, client" if first else None)
-            _annotate(axes, row, agent + more, f"{render_value(agent)} + {render_value(more)} ms")
+            annotate(axes, row, agent + more, f"{render_value(agent)} + {render_value(more)} ms")
     if labels:
         axes.legend(ncols=2, loc="upper left", bbox_to_anchor=(0, -0.24), frameon=False, fontsize=9)
     finish(axes, labels, "milliseconds", margin=0.3)
-
-
-def _annotate(axes: Axes, row: int, at: float, text: str) -> None:
-    behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-    axes.annotate(text, (at, row), xytext=(7, 0), textcoords="offset points", va="center", bbox=behind)
-
-
-def _caption(section: Mapping[str, Any]) -> str:
-    rounds = section["settings"]["rounds_done"]
-    return f"{render_host(section['host'])}; {f'median of {rounds} rounds' if rounds > 1 else 'one round'}"

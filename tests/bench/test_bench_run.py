@@ -17,6 +17,7 @@ from forkd.engines.fake import FakeEngine
 from forkd.errors import EngineFailed, InvalidInput
 from forkd.image import Image
 from forkd.image.progress import Silent
+from forkd.model.limits import NO_LIMITS, Limits
 from forkd.runtime import demo
 from forkd.store.snapshots import SnapshotStore
 
@@ -31,11 +32,11 @@ class Failing(FakeEngine):
         super().__init__()
         self.forks = 0
 
-    async def fork(self, frozen: Frozen, directory: Path) -> Machine:
+    async def fork(self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
         self.forks += 1
         if self.forks > 2:
             raise EngineFailed("No more machines")
-        return await super().fork(frozen, directory)
+        return await super().fork(frozen, directory, limits)
 
 
 def image(place: Path) -> Image:

@@ -1,0 +1,115 @@
+"""What children cost beside time: of the VMM's process alone, or of all processes in a child's control group."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from bench import figures
+from bench.figures import Figure
+from forkd.engines.base import Frozen
+from forkd.errors import EngineFailed
+from forkd.host.cgroup import Group, find_group
+from forkd.host.memory import cpu_seconds, memory_use
+from forkd.model.limits import NO_LIMITS, Limits
+from forkd.runtime import demo
+from forkd.runtime.sandbox import Sandbox
+
+SETTLE_S = 2.0
+# With any limit a child of every engine has a group; this one stops nobody.
+GROUPED = Limits(pids=10_000)
+
+_MIB = 2**20
+_BLOCK_BYTES = 512
+# Both engines that have one call it so.
+_MEMORY_FILE = "memory"
+
+
+class Probe(Protocol):
+    @property
+    def limits(self) -> Limits:
+        """What children are forked with, so that this can look at them."""
+
+    def cpu_figure(self, n: int) -> Figure: ...
+
+    def cpu_seconds(self, child: Sandbox) -> float: ...
+
+    async def held(self, children: Sequence[Sandbox], frozen: Frozen) -> dict[Figure, float]:
+        """What children cost by being there, each after its first evaluation."""
+
+
+class VmmProbe:
+    limits = NO_LIMITS
+
+    def cpu_figure(self, n: int) -> Figure:
+        return figures.fork_cpu(n, "the VMM")
+
+    def cpu_seconds(self, child: Sandbox) -> float:
+        return cpu_seconds(child.machine.pid)
+
+    async def held(self, children: Sequence[Sandbox], frozen: Frozen) -> dict[Figure, float]:
+        n = len(children)
+        unique = [memory_use(child.machine.pid).unique_bytes / _MIB for child in children]
+        return {
+            figures.unique_memory(n, "mean"): statistics.mean(unique),
+            figures.unique_memory(n, "largest"): max(unique),
+            figures.idle_cpu(n, demo.IDLE_S): await demo.idle_cpu_percent(list(children)),
+        }
+
+
+OF_VMM = VmmProbe()
+
+
+@dataclass(frozen=True)
+class GroupProbe:
+    """All of a child counts: its gate and its keeper, what mounts for it, the jailer. `directory` is where VMs are."""
+
+    directory: Path
+    limits: Limits = GROUPED
+
+    def cpu_figure(self, n: int) -> Figure:
+        return figures.fork_cpu(n, "all processes")
+
+    def cpu_seconds(self, child: Sandbox) -> float:
+        return self._group(child).cpu_seconds()
+
+    async def held(self, children: Sequence[Sandbox], frozen: Frozen) -> dict[Figure, float]:
+        n = len(children)
+        before = [self.cpu_seconds(child) for child in children]
+        await asyncio.sleep(SETTLE_S)
+        spent = [self.cpu_seconds(child) - at for child, at in zip(children, before, strict=True)]
+        unique = [self._unique_bytes(child) for child in children]
+        resident = resident_bytes(frozen)
+        return {
+            figures.idle_cpu(n, SETTLE_S): statistics.mean(spent) / SETTLE_S * 100,
+            figures.idle_unique_memory(n, "mean", SETTLE_S): statistics.mean(unique) / _MIB,
+            figures.idle_unique_memory(n, "largest", SETTLE_S): max(unique) / _MIB,
+            figures.resident_memory(): resident / _MIB,
+            figures.unique_share(n): max(unique) / resident * 100,
+        }
+
+    def _unique_bytes(self, child: Sandbox) -> int:
+        pids = (self._group(child).path / "cgroup.procs").read_text().split()
+        return sum(_unique_bytes(int(pid)) for pid in pids)
+
+    def _group(self, child: Sandbox) -> Group:
+        group = find_group(self.directory / child.id)
+        if group is None:
+            raise EngineFailed(f"{child.id} has no control group to be measured by")
+        return group
+
+
+def _unique_bytes(pid: int) -> int:
+    try:
+        return memory_use(pid).unique_bytes
+    except ProcessLookupError:
+        return 0  # KVM has threads of the kernel in a VM's group; those have no memory of their own
+
+
+def resident_bytes(frozen: Frozen) -> int:
+    """What the guest had touched when it was frozen: the rest of its memory file is holes."""
+    return (frozen.directory / _MEMORY_FILE).stat().st_blocks * _BLOCK_BYTES
