@@ -161,7 +161,7 @@ def test_the_numbers_in_the_documents_are_those_of_the_code() -> None:
     assert f"At {audit.MAX_BYTES >> 20} MiB" in monitoring
     assert {5: "five"}[audit.KEPT] in monitoring
     assert f"the last {events.KEPT:,}" in monitoring
-    assert {0.5: "every half second"}[upkeep.TICK_S] in security
+    assert {0.5: "every half second"}[upkeep.TICK_S] in crashes
     assert f"{ports.MAX_SERVED} connections" in security
     assert upkeep.SPAWN_KEYS_KEPT_S == 24 * 3600 and "for a day" in security
 
@@ -205,7 +205,9 @@ def test_every_line_of_the_unit_that_the_document_explains_is_in_it() -> None:
 @_needs_analyze
 def test_systemd_finds_no_fault_in_the_unit(tmp_path: Path) -> None:
     done = analyze(tmp_path, "verify")
-    assert (done.returncode, done.stderr) == (0, "")
+    # Before version 254 it does not know the subgroup; install.md has what that means.
+    complaints = [line for line in done.stderr.splitlines() if "Unknown key 'DelegateSubgroup'" not in line]
+    assert (done.returncode, complaints) == (0, [])
 
 
 @_needs_analyze
