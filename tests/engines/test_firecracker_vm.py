@@ -67,7 +67,7 @@ def test_every_child_is_jailed_and_no_two_are_the_same_user(frozen_firecracker: 
         engine, frozen = frozen_firecracker.engine, frozen_firecracker.frozen
         children = (await fork_children(engine, frozen, new_identities(3), run_directory)).sandboxes
         try:
-            uids = set()
+            uids, taps = set(), set()
             for child in children:
                 pid = child.machine.pid
                 assert "firecracker" in Path(f"/proc/{pid}/cmdline").read_text()
@@ -82,9 +82,12 @@ def test_every_child_is_jailed_and_no_two_are_the_same_user(frozen_firecracker: 
                 inside = {path.name for path in Path(f"/proc/{pid}/root").iterdir()}
                 assert {"memory", "state", "root.erofs", "agent.sock", "api.sock"} <= inside
                 assert not {"etc", "home", "proc", "usr"} & inside
+                devices = Path(f"/proc/{pid}/net/dev").read_text().splitlines()[2:]
+                taps |= {line.partition(":")[0].strip() for line in devices} - {"lo"}
                 group = Path(f"/proc/{pid}/cgroup").read_text().strip()
                 assert group.startswith("0::/forkd/") and group.endswith(child.id)
-            assert len(uids) == 3
+            assert len(uids) == len(taps) == 3
+            assert not taps & set(os.listdir("/sys/class/net"))
             assert not any(words.split()[0] == "0" for words in uids)
         finally:
             await kill_all(children)

@@ -87,7 +87,8 @@ class FirecrackerMachine(ProcessMachine):
             await in_thread(lambda: make_tap(tap, self.pid, self._seat.owner))
         for call in calls:
             await self.ask(call)
-        self.phases.mark("resume", time.monotonic())
+        if not self._parent:
+            self.phases.mark("resume", time.monotonic())
 
     async def reach_api(self) -> None:
         """Raises GuestDied, EngineFailed."""
