@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -119,17 +119,15 @@ async def _run_load(service: Service, daemon: Served, run: Run, on_round: OnRoun
     load = await measure_load(daemon, spec)
     values = {
         "requests": len(load.answers.took_ms),
-        "errors": len(load.answers.errors),
-        "rate": len(load.answers.took_ms) / load.seconds,
-        **_shares(load.answers),
+        **_answered(load.answers, load.seconds),
         "resident.before": load.before.resident_mib,
         "resident.early": load.early.resident_mib,
         "resident.late": load.late.resident_mib,
         "growth": load.late.resident_mib - load.early.resident_mib,
         "left": len(load.leaks),
     }
-    failures = [f"load: {what}" for what in (*load.answers.errors[:_SHOWN_ERRORS], *load.leaks[:_SHOWN_ERRORS])]
-    _add(run, 1, Round({figures.load(name): value for name, value in values.items()}, tuple(failures)))
+    readings = {figures.load(name): value for name, value in values.items()}
+    _add(run, 1, Round(readings, _failures("load", load.answers, load.leaks)))
     on_round(run)
 
 
@@ -139,21 +137,24 @@ async def _run_cycles(service: Service, daemon: Served, run: Run, on_round: OnRo
     cycles = await measure_cycles(daemon, spec)
     values = {
         "done": len(cycles.answers.took_ms),
-        "errors": len(cycles.answers.errors),
-        "rate": len(cycles.answers.took_ms) / cycles.seconds,
-        **_shares(cycles.answers),
+        **_answered(cycles.answers, cycles.seconds),
         "growth": cycles.after.resident_mib - cycles.before.resident_mib,
         "left": len(cycles.leaks),
     }
-    failures = [
-        f"cycles, {daemon.engine}: {what}"
-        for what in (*cycles.answers.errors[:_SHOWN_ERRORS], *cycles.leaks[:_SHOWN_ERRORS])
-    ]
     readings = {figures.cycles(daemon.engine, name): value for name, value in values.items()}
-    _add(run, 1, Round(readings, tuple(failures)))
+    _add(run, 1, Round(readings, _failures(f"cycles, {daemon.engine}", cycles.answers, cycles.leaks)))
     on_round(run)
 
 
-def _shares(answers: Answers) -> dict[str, float]:
-    """None of nothing: that nobody was answered is said by the errors."""
-    return shares(answers.took_ms) if answers.took_ms else {}
+def _answered(answers: Answers, seconds: float) -> dict[str, float]:
+    """No shares of nothing: that nobody was answered is said by the errors."""
+    count = len(answers.took_ms)
+    return {
+        "errors": len(answers.errors),
+        "rate": count / seconds,
+        **(shares(answers.took_ms) if answers.took_ms else {}),
+    }
+
+
+def _failures(title: str, answers: Answers, leaks: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{title}: {what}" for what in (*answers.errors[:_SHOWN_ERRORS], *leaks[:_SHOWN_ERRORS]))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from forkd.host.cgroup import LIMITS
 from forkd.host.kvm_probe import probe_kvm
 
-CONTROLLERS = frozenset({"cpu", "io", "memory", "pids"})
+CONTROLLERS = frozenset(LIMITS)
 _CGROUP = Path("/sys/fs/cgroup")
 
 

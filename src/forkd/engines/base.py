@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from forkd.errors import SnapshotIncompatible
 from forkd.host.marked import Marked
 from forkd.model.limits import NO_LIMITS, Limits
 from forkd.model.machine import MachineSpec
@@ -129,6 +130,15 @@ class Engine(Protocol):
 
         Raises GuestDied when its process is gone, EngineFailed when it does not answer; the VM is then as it was.
         """
+
+
+def check_same(what: str, wanted: str | None, found: str | None) -> None:
+    """Raise SnapshotIncompatible unless this host has what a snapshot was made with."""
+    if found != wanted:
+        raise SnapshotIncompatible(
+            f"The snapshot was made with {what} {wanted}, this host has {found}",
+            hint="Make the snapshot again on this host: forkd snapshot create",
+        )
 
 
 def tail_of(path: Path, limit_bytes: int = CONSOLE_TAIL_BYTES) -> str:

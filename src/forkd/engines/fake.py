@@ -17,15 +17,15 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from forkd.engines.base import BootSpec, ExitReason, Frozen, Machine, Phases
+from forkd.engines.base import BootSpec, ExitReason, Frozen, Machine, Phases, check_same
 from forkd.engines.cpu_template import refuse_cpu_template
 from forkd.engines.machine import CONSOLE, ProcessMachine, found_process, grouped, made_directory
 from forkd.engines.sockets import AGENT_SOCKET, connected_socket, listening_socket, reach
-from forkd.errors import EngineFailed, SnapshotIncompatible
-from forkd.host.cgroup import Group, find_group
+from forkd.errors import EngineFailed
+from forkd.host.cgroup import find_group
 from forkd.host.marked import Marked, is_stopped, kill_marked, render_environment
 from forkd.host.memory import start_time_ticks
-from forkd.host.process import ExitStatus, WatchedProcess, children_of, spawn
+from forkd.host.process import ExitStatus, children_of, spawn
 from forkd.host.threads import in_thread
 from forkd.model.limits import NO_LIMITS, Limits
 from forkd.wire.agent import EVAL, MORE, REPLY, Joiner, Parser, WireError, encode_message
@@ -45,27 +45,16 @@ rehearse(int(listener), root, journal)
 
 
 class FakeMachine(ProcessMachine):
-    def __init__(
-        self,
-        directory: Path,
-        process: WatchedProcess,
-        phases: Phases,
-        *,
-        channel: socket.socket,
-        group: Group | None,
-        replay: asyncio.Task[None] | None = None,
-        paused: bool = False,
-    ) -> None:
-        super().__init__(directory, process, phases, channel=channel, group=group, paused=paused)
-        self._replay = replay
+    def replay(self, past: list[bytes], client: socket.socket) -> None:
+        """Takes the client over; it may be cancelled before it begins."""
+        self._begin(_replay(past, client, self.phases)).add_done_callback(lambda _: client.close())
 
     async def running(self) -> None:
-        if self._replay is not None:
-            try:
-                await asyncio.shield(self._replay)
-            except (EngineFailed, OSError, TimeoutError) as error:
-                tail = self.console_tail() or None
-                raise EngineFailed("The fake guest could not take up its past", details=tail) from error
+        try:
+            await super().running()
+        except (EngineFailed, OSError, TimeoutError) as error:
+            tail = self.console_tail() or None
+            raise EngineFailed("The fake guest could not take up its past", details=tail) from error
 
     async def pause(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
@@ -79,9 +68,6 @@ class FakeMachine(ProcessMachine):
         shutil.copyfile(self._directory / _JOURNAL, into / _JOURNAL)
 
     async def _end_process(self) -> None:
-        if self._replay is not None:
-            self._replay.cancel()
-            await asyncio.gather(self._replay, return_exceptions=True)
         was_alive = not self._process.exited.done()
         if was_alive:
             # Stopped first, so that it starts nothing while we look; it adopts its orphans, so this is all there is.
@@ -94,11 +80,6 @@ class FakeMachine(ProcessMachine):
         if not was_alive:
             # What it left behind has another parent by now; only the mark tells whose it is.
             await in_thread(lambda: kill_marked(self._directory))
-
-    async def release(self) -> None:
-        await super().release()
-        if self._replay is not None:
-            self._replay.cancel()
 
     def _reason(self, status: ExitStatus) -> ExitReason:
         if status.code is None and status.signal is None:
@@ -125,9 +106,7 @@ class FakeEngine:
         return {"python": sys.version.split()[0]}
 
     def check(self, frozen: Frozen) -> None:
-        wanted, found = frozen.platform.get("python"), sys.version.split()[0]
-        if wanted != found:
-            raise SnapshotIncompatible(f"The snapshot was made with python {wanted}, this host has {found}")
+        check_same("python", frozen.platform.get("python"), sys.version.split()[0])
 
     async def fork(self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
         past = parse_journal((frozen.directory / _JOURNAL).read_bytes())
@@ -161,11 +140,10 @@ class FakeEngine:
                     group=group,
                 )
             on_failure.pop_all()
-        replay = None
+        machine = FakeMachine(directory, process, phases, channel=channel, group=group)
         if client is not None:
-            replay = asyncio.create_task(_replay(past, client, phases))
-            replay.add_done_callback(lambda _: client.close())  # it may be cancelled before it begins
-        return FakeMachine(directory, process, phases, channel=channel, group=group, replay=replay)
+            machine.replay(past, client)
+        return machine
 
 
 def render_command(listener: int, directory: Path) -> list[str]:

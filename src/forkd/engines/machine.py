@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import shutil
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from forkd.engines.base import Death, ExitReason, Phases, tail_of
 from forkd.engines.sockets import AGENT_SOCKET, reach
@@ -20,7 +21,6 @@ from forkd.host.threads import in_thread
 from forkd.model.limits import NO_LIMITS, Limits
 
 CONSOLE = "console.log"
-# A VMM whose sockets broke is dying; its exit follows within moments.
 _DEATH_DEADLINE_S = 1.0
 
 
@@ -45,6 +45,7 @@ class ProcessMachine:
         self._group = group
         self._paused = paused
         self._killed = False
+        self._starting: asyncio.Task[None] | None = None
         process.exited.add_done_callback(self._on_exit)
 
     @property
@@ -54,6 +55,15 @@ class ProcessMachine:
     @property
     def paused(self) -> bool:
         return self._paused
+
+    async def running(self) -> None:
+        if self._starting is not None:
+            await asyncio.shield(self._starting)
+
+    def _begin(self, start: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Go through the start in the background; `running` waits for it."""
+        self._starting = asyncio.create_task(start, name=f"start {self._directory.name}")
+        return self._starting
 
     async def connect(self) -> socket.socket:
         if self.death.done():
@@ -80,6 +90,7 @@ class ProcessMachine:
         ending.result()
 
     async def _end(self) -> None:
+        self._give_up_start()
         await self._end_process()
         self._close_channel()
         if self._group is not None:
@@ -88,10 +99,17 @@ class ProcessMachine:
 
     async def _end_process(self) -> None:
         await self._process.kill()
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
 
     async def release(self) -> None:
         self._process.release()
         self._close_channel()
+        self._give_up_start()
+
+    def _give_up_start(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
 
     def console_tail(self) -> str:
         return tail_of(self._directory / CONSOLE)
@@ -167,6 +185,12 @@ def grouped(directory: Path, limits: Limits, files: Sequence[Path], *, always: b
         raise
 
 
+async def is_dying(process: WatchedProcess) -> bool:
+    """Of one whose sockets broke: its exit, if it comes, follows within moments."""
+    await asyncio.wait([process.exited], timeout=_DEATH_DEADLINE_S)
+    return process.exited.done()
+
+
 @asynccontextmanager
 async def found_process(directory: Path, leader: Marked | None) -> AsyncIterator[WatchedProcess]:
     """The process of a VM that was left in `directory`; let go again when the block fails. Raises GuestDied."""
@@ -177,8 +201,7 @@ async def found_process(directory: Path, leader: Marked | None) -> AsyncIterator
     try:
         yield process
     except EngineFailed as error:
-        await asyncio.wait([process.exited], timeout=_DEATH_DEADLINE_S)
-        died = process.exited.done()
+        died = await is_dying(process)
         process.release()
         if died:
             raise GuestDied(f"The VM in {directory.name} ended while it was adopted") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from forkd.errors import SnapshotIncompatible
+from forkd.engines.base import check_same
 from forkd.host.cpu import parse_cpu
 from forkd.host.firecracker import Binaries, parse_numbers
 
@@ -30,9 +30,4 @@ def can_override_taps(version: str) -> bool:
 
 def check_platform(frozen: Mapping[str, str], here: Mapping[str, str]) -> None:
     for key, what in _NEEDED.items():
-        wanted, found = frozen.get(key), here[key]
-        if found != wanted:
-            raise SnapshotIncompatible(
-                f"The snapshot was made with {what} {wanted}, this host has {found}",
-                hint="Make the snapshot again on this host: forkd snapshot create",
-            )
+        check_same(what, frozen.get(key), here[key])

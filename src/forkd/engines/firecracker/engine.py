@@ -58,7 +58,7 @@ class FirecrackerEngine:
 
     async def boot(self, spec: BootSpec, directory: Path, memory_in: Path) -> Machine:
         seat = Seat(directory, self._jails)
-        tap = seat.tap if self._network else None
+        tap = self._tap(seat)
         calls = render_boot(spec, _KERNEL, _INITRD, _ROOT, tap)
         kernel = await in_thread(lambda: extract_elf(spec.kernel.read_bytes()))
         with made_directory(directory):
@@ -101,7 +101,7 @@ class FirecrackerEngine:
         seat = Seat(directory, self._jails)
         with made_directory(directory):
             machine = self._start(seat, given, limits, _MAX_CONSOLE_BYTES, parent=False)
-        tap = seat.tap if self._network else None
+        tap = self._tap(seat)
         machine.start([render_load(STATE_FILE, MEMORY_FILE, tap)], tap)
         return machine
 
@@ -117,6 +117,9 @@ class FirecrackerEngine:
                 await machine.release()
                 raise
             return machine
+
+    def _tap(self, seat: Seat) -> str | None:
+        return seat.tap if self._network else None
 
     def _start(
         self, seat: Seat, given: Mapping[str, Given], limits: Limits, max_file_bytes: int, *, parent: bool

@@ -23,7 +23,7 @@ from forkd.engines.firecracker.plan import (
     render_resume,
 )
 from forkd.engines.firecracker.vsock import open_stream
-from forkd.engines.machine import ProcessMachine, parse_exit
+from forkd.engines.machine import ProcessMachine, is_dying, parse_exit
 from forkd.engines.sockets import AGENT_SOCKET
 from forkd.errors import EngineFailed, GuestDied
 from forkd.host.cgroup import Group
@@ -39,8 +39,6 @@ _SIGNALLED = 128
 _BOOT_PATIENCE_S = 180.0
 _PATIENCE_S = 30.0
 _HANG_UP_DEADLINE_S = 5.0
-# One that hung up is dying, as a rule; its exit follows within moments.
-_DEATH_DEADLINE_S = 1.0
 
 T = TypeVar("T")
 
@@ -62,7 +60,6 @@ class FirecrackerMachine(ProcessMachine):
         self._seat = seat
         self._api = api
         self._parent = parent
-        self._started: asyncio.Task[None] | None = None
         self._first: WatchedProcess | None = None  # in the pid namespace of a jail: what ends it ends all
         self._vmm_pid: int | None = None
         self._stream: socket.socket | None = None  # of a parent: what was handed out, ours too
@@ -73,12 +70,8 @@ class FirecrackerMachine(ProcessMachine):
         return super().pid if self._vmm_pid is None else self._vmm_pid
 
     def start(self, calls: Sequence[Call], tap: str | None) -> None:
-        """Go through the start in the background; `running` waits for it. `tap`: made before it is asked for."""
-        self._started = asyncio.create_task(self._start(calls, tap), name=f"start {self._directory.name}")
-
-    async def running(self) -> None:
-        if self._started is not None:
-            await asyncio.shield(self._started)
+        """`tap`: made before it is asked for."""
+        self._begin(self._start(calls, tap))
 
     async def _start(self, calls: Sequence[Call], tap: str | None) -> None:
         await self.reach_api()
@@ -161,8 +154,7 @@ class FirecrackerMachine(ProcessMachine):
             if asking.done():
                 return asking.result()
         except EngineFailed as error:
-            await asyncio.wait([exited], timeout=_DEATH_DEADLINE_S)
-            if not exited.done():
+            if not await is_dying(self._process):
                 raise EngineFailed(error.message, hint=error.hint, details=self._last_words()) from error
         finally:
             asking.cancel()
@@ -193,9 +185,6 @@ class FirecrackerMachine(ProcessMachine):
         await self._let_go()
 
     async def _let_go(self) -> None:
-        if self._started is not None:
-            self._started.cancel()
-            await asyncio.gather(self._started, return_exceptions=True)
         if self._first is not None:
             self._first.release()
         self._forget_stream()

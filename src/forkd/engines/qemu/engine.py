@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from forkd.engines.base import BootSpec, Frozen, Machine, Phases
+from forkd.engines.base import BootSpec, Frozen, Machine, Phases, check_same
 from forkd.engines.cpu_template import refuse_cpu_template
 from forkd.engines.machine import CONSOLE, grouped, made_directory
 from forkd.engines.qemu.args import Ram, Seat, render_args
@@ -15,7 +15,6 @@ from forkd.engines.qemu.binary import find_binary, render_platform
 from forkd.engines.qemu.machine import VMM_LOG, QemuMachine, adopt
 from forkd.engines.qemu.monitor import QMP_SOCKET, Monitor
 from forkd.engines.sockets import AGENT_SOCKET, connected_socket, listening_socket
-from forkd.errors import SnapshotIncompatible
 from forkd.host.cgroup import Group
 from forkd.host.cpu import read_cpuinfo
 from forkd.host.marked import Marked, render_environment
@@ -61,12 +60,7 @@ class QemuEngine:
 
     def check(self, frozen: Frozen) -> None:
         for key, wanted in frozen.platform.items():
-            found = self._platform.get(key)
-            if found != wanted:
-                raise SnapshotIncompatible(
-                    f"The snapshot was made with {key} {wanted}, this host has {found}",
-                    hint="Make the snapshot again on this host: forkd snapshot create",
-                )
+            check_same(key, wanted, self._platform.get(key))
 
     async def fork(self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
         ram = Ram(frozen.directory / MEMORY_FILE, shared=False)

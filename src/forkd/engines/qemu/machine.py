@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import time
 from pathlib import Path
@@ -36,16 +35,9 @@ class QemuMachine(ProcessMachine):
         """One whose monitor is connected, or about to be: see `start`."""
         super().__init__(directory, process, phases, channel=channel, group=group, paused=paused)
         self.monitor = monitor
-        self._started: asyncio.Task[None] | None = None
-        self._closing: asyncio.Task[None] | None = None
 
     def start(self, state_fd: int | None) -> None:
-        """Go through the start in the background; `running` waits for it."""
-        self._started = asyncio.create_task(self._start(state_fd), name=f"start {self._directory.name}")
-
-    async def running(self) -> None:
-        if self._started is not None:
-            await asyncio.shield(self._started)
+        self._begin(self._start(state_fd))
 
     async def _start(self, state_fd: int | None) -> None:
         try:
@@ -70,17 +62,11 @@ class QemuMachine(ProcessMachine):
         self._paused = False
 
     async def _end_process(self) -> None:
-        if self._started is not None:
-            self._started.cancel()
         await super()._end_process()
-        if self._started is not None:
-            await asyncio.gather(self._started, return_exceptions=True)
         await self.monitor.close()
 
     async def release(self) -> None:
         await super().release()
-        if self._started is not None:
-            self._started.cancel()
         await self.monitor.close()
 
     def _vmm_output(self) -> str:
