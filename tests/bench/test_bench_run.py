@@ -83,6 +83,27 @@ def test_a_round_measures_every_part_and_leaves_nothing(tmp_path: Path, monkeypa
     assert (tmp_path / "results.json").stat().st_size > 0
 
 
+def test_a_fork_of_one_is_repeated_as_often_as_asked_for(tmp_path: Path) -> None:
+    class Counting(FakeEngine):
+        forks = 0
+
+        async def fork(self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
+            self.forks += 1
+            return await super().fork(frozen, directory, limits)
+
+    engine, store = Counting(), SnapshotStore(tmp_path / "snapshots")
+    bench = Bench(engine, store, image(tmp_path), tmp_path / "run", Silent(), (1,), frozenset({"fork"}), singles=3)
+    bench.directory.mkdir()
+    done = asyncio.run(measure.run_round(bench, "repeated"))
+    assert engine.forks == 3
+    assert done.readings[figures.fork_ok(1)] == 1
+
+
+def test_of_what_was_repeated_the_median_is_read() -> None:
+    wall = figures.fork_wall(1)
+    assert measure.middle([{wall: 9.0}, {wall: 1.0}, {wall: 2.0}]) == {wall: 2.0}
+
+
 def test_the_chart_is_drawn_from_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, _ = measured(tmp_path, FakeEngine(), frozenset({"fork"}), monkeypatch)
     report = render_json(run)
