@@ -22,7 +22,7 @@ _VERSION = 1
 _PIP_DEADLINE_S = 900.0
 
 # Of the extra `dev`, what a test in the lab imports.
-_TEST_PACKAGES = ("hypothesis", "pytest", "pytest-timeout")
+_TEST_PACKAGES = ("hypothesis", "pytest", "pytest-rerunfailures", "pytest-timeout")
 _PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_17_x86_64", "manylinux_2_28_x86_64")
 
 # It carries the static binaries of Firecracker's release 1.12.1, unchanged.

@@ -11,6 +11,7 @@ from pathlib import Path
 from forkd.cli.progress import Shown
 from forkd.cli.running import run_async
 from forkd.engines.base import Frozen
+from forkd.errors import GuestDied, GuestTimeout
 from forkd.guest.calls import Agent
 from forkd.host.files import locked
 from forkd.image import Progress
@@ -69,7 +70,18 @@ def open_machine(shop: Workshop, directory: Path, tree: Path, progress: Progress
 
 def run_job(machine: LabMachine, frozen: Frozen, directory: Path, tree: Path, job: Job, results: Path) -> int:
     begun = time.monotonic()
-    status = run_async(run_forked(machine.engine, frozen, directory, tree, job, results))
+
+    def run() -> int:
+        return run_async(run_forked(machine.engine, frozen, directory, tree, job, results))
+
+    try:
+        status = run()
+    except (GuestDied, GuestTimeout) as error:
+        if not job.repeatable:
+            raise
+        # What ends or stops a VM in the lab (see lab/run.py) does so to the lab, too.
+        print(f"lab: {error.message}; once more, from the beginning", file=sys.stderr)
+        status = run()
     took = time.monotonic() - begun
     if status == TIMED_OUT:
         print(f"lab: not done within {job.deadline_s:g} s, ended", file=sys.stderr)

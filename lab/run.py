@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from forkd.engines.base import Engine, Frozen
 from forkd.engines.machine import CONSOLE
-from forkd.errors import ForkdError
+from forkd.errors import ForkdError, GuestTimeout
 from forkd.guest.calls import Agent
 from forkd.guest.process import Process
 from forkd.guest.results import CommandResult
@@ -27,8 +28,13 @@ _TESTS_DEADLINE_S = 1800.0
 _COMMAND_DEADLINE_S = 4 * 3600.0
 # Of one test. The suite's own limit is meant for a machine that is fifteen times faster.
 _TEST_DEADLINE_S = 600
+_ASK_EVERY_S = 30.0
+_ANSWER_DEADLINE_S = 60.0
 
 _PYTEST = ("python3", "-m", "pytest", "-p", "no:cacheprovider")
+# QEMU's emulated processors lose an interrupt now and then, or get one that nobody sent (docs/contribute/lab.md). A VM
+# that ends or hangs there is tried again, a few times in a run, and all of its ends are shown.
+RERUNS = ("--reruns=2", "--max-suite-reruns=6", r"--only-rerun=^Guest(Died|Timeout): ", "--rerun-show-tracebacks")
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class Job:
     command: tuple[str, ...]
     deadline_s: float
     env: Mapping[str, str] = field(default_factory=dict)
+    repeatable: bool = False
 
 
 def render_pytest(asked: Asked, *, columns: int | None) -> Job:
@@ -44,6 +51,7 @@ def render_pytest(asked: Asked, *, columns: int | None) -> Job:
         (
             *(*_PYTEST, "-m", MARKER),
             *("-o", f"timeout={_TEST_DEADLINE_S}"),
+            *RERUNS,
             f"--junitxml={OUT}/junit.xml",
             f"--color={'no' if columns is None else 'yes'}",
             *asked.tests,
@@ -51,6 +59,7 @@ def render_pytest(asked: Asked, *, columns: int | None) -> Job:
         ),
         _TESTS_DEADLINE_S,
         {} if columns is None else {"COLUMNS": str(columns)},
+        repeatable=True,
     )
 
 
@@ -100,8 +109,31 @@ async def run_job(agent: Agent, job: Job) -> CommandResult:
         timeout_s=job.deadline_s,
     )
     async with process:
-        await pass_on(process)
+        await while_answering(agent, pass_on(process))
         return await process.wait()
+
+
+async def while_answering(agent: Agent, work: Coroutine[Any, Any, None]) -> None:
+    """Raises GuestTimeout when the machine hangs: what runs in it says nothing then, and no deadline of its passes."""
+    working, asking = asyncio.create_task(work), asyncio.create_task(keep_asking(agent))
+    try:
+        done, _ = await asyncio.wait((working, asking), return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in (working, asking):
+            task.cancel()
+        await asyncio.gather(working, asking, return_exceptions=True)
+
+
+async def keep_asking(agent: Agent) -> None:
+    while True:
+        await asyncio.sleep(_ASK_EVERY_S)
+        try:
+            await agent.ping(deadline_s=_ANSWER_DEADLINE_S)
+        except GuestTimeout:
+            # Once more: a pager may have held up our output, and us.
+            await agent.ping(deadline_s=_ANSWER_DEADLINE_S)
 
 
 async def pass_on(process: Process) -> None:

@@ -8,22 +8,27 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from forkd.errors import BuildFailed, InvalidInput, NotFound
+from forkd.engines.base import Frozen
+from forkd.errors import BuildFailed, GuestDied, InvalidInput, NotFound
 from forkd.guest.results import CommandResult
 from forkd.host.integrity import FileSum
 from forkd.host.paths import Home
 from forkd.image import Image
 from forkd.image.pieces import Piece
+from lab import emulated
 from lab.__main__ import parse_args
 from lab.contents import parse_requirements, render_install, unpack_firecracker
 from lab.design import Design, parse_python
 from lab.inside import render_environment, render_mount
+from lab.machine import LabMachine
 from lab.packs import Pack
 from lab.place import read_controllers
-from lab.run import exit_status, render_pytest, render_shell
+from lab.run import RERUNS, Job, exit_status, render_pytest, render_shell
 from lab.selection import Asked, narrow, render_relative, select
 from lab.tree import list_files
 from lab.workshop import Workshop
@@ -172,10 +177,10 @@ class TestCommand:
     def test_pytest_in_the_machine(self) -> None:
         job = render_pytest(Asked(("tests/a.py",), ("-k", "x or y")), columns=None)
         assert job.command == (
-            *("python3", "-m", "pytest", "-p", "no:cacheprovider", "-m", "lab", "-o", "timeout=600"),
+            *("python3", "-m", "pytest", "-p", "no:cacheprovider", "-m", "lab", "-o", "timeout=600", *RERUNS),
             *("--junitxml=/lab/out/junit.xml", "--color=no", "tests/a.py", "-k", "x or y"),
         )
-        assert job.env == {}
+        assert job.env == {} and job.repeatable
 
     def test_on_a_terminal_the_output_is_made_for_it(self) -> None:
         job = render_pytest(Asked(), columns=90)
@@ -184,6 +189,8 @@ class TestCommand:
 
     def test_a_shell_command_is_passed_as_it_is(self) -> None:
         assert render_shell('echo "$HOME"; exit 3').command == ("/bin/sh", "-c", 'echo "$HOME"; exit 3')
+
+        assert not render_shell("true").repeatable
 
     def test_a_command_finds_the_tree_the_packages_and_firecracker(self) -> None:
         env = render_environment()
@@ -245,3 +252,55 @@ class TestPlace:
         assert done.returncode == 0
         assert "make lab runs it" in done.stdout
         assert "passed" not in done.stdout
+
+
+class TestAgain:
+    """What an emulated machine may do to a VM, or to itself, is tried again; what a test finds is not."""
+
+    def run(self, tmp_path: Path, fails: str) -> tuple[int, str]:
+        test = f"""
+from pathlib import Path
+from forkd.errors import GuestDied, GuestTimeout
+tries = Path(__file__).with_name("tries")
+def test_it():
+    tries.write_text(tries.read_text() + "." if tries.exists() else ".")
+    {fails}
+"""
+        (tmp_path / "test_fails.py").write_text(test)
+        (tmp_path / "pytest.ini").write_text("[pytest]")
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *RERUNS, str(tmp_path)]
+        done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=60)
+        return len((tmp_path / "tries").read_text()), done.stdout
+
+    def test_a_vm_that_died_once_is_no_failure_and_is_shown(self, tmp_path: Path) -> None:
+        tries, output = self.run(tmp_path, 'if tries.read_text() == ".": raise GuestDied("for no reason")')
+        assert tries == 2
+        assert "1 passed, 1 rerun" in output and "GuestDied: for no reason" in output
+
+    def test_one_that_always_hangs_is_a_failure(self, tmp_path: Path) -> None:
+        tries, output = self.run(tmp_path, 'raise GuestTimeout("no answer")')
+        assert tries == 3
+        assert "1 failed, 2 rerun" in output
+
+    def test_anything_else_fails_at_once(self, tmp_path: Path) -> None:
+        tries, output = self.run(tmp_path, 'assert "GuestDied: " == 1')
+        assert tries == 1
+        assert "1 failed in" in output
+
+    @pytest.mark.parametrize(("repeatable", "runs"), [(True, 2), (False, 1)])
+    def test_a_machine_that_died(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repeatable: bool, runs: int
+    ) -> None:
+        """Tests are run again, once; a command, of which nobody knows what it did, is not."""
+        begun = []
+
+        async def died(*_: object) -> int:
+            begun.append(1)
+            raise GuestDied("The lab died")
+
+        monkeypatch.setattr(emulated, "run_forked", died)
+        machine = cast(LabMachine, SimpleNamespace(engine=None))
+        job = Job(("true",), 1.0, repeatable=repeatable)
+        with pytest.raises(GuestDied):
+            emulated.run_job(machine, cast(Frozen, None), tmp_path, tmp_path, job, tmp_path)
+        assert len(begun) == runs

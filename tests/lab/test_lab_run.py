@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from forkd.errors import GuestDied
+from forkd.errors import GuestDied, GuestTimeout
+from forkd.guest.process import Process
 from forkd.host.marked import find_marked
+from lab import run
 from lab.emulated import run_in_machine
 from lab.selection import Asked
 
@@ -50,6 +52,21 @@ def test_a_machine_that_dies_is_an_error_and_its_console_is_kept(results: Path) 
     with pytest.raises(GuestDied, match="kernel panic"):
         run_in_machine(Asked(), "echo c > /proc/sysrq-trigger")
     assert "Kernel panic" in (results / "console.log").read_text()
+
+
+@pytest.mark.usefixtures("results")
+def test_a_machine_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stop_machine(process: Process) -> None:
+        for machine in find_marked(Path(os.environ["FORKD_RUNTIME_DIR"])).values():
+            os.kill(machine.pid, signal.SIGSTOP)
+        await pass_on(process)
+
+    pass_on = run.pass_on
+    monkeypatch.setattr(run, "pass_on", stop_machine)
+    monkeypatch.setattr(run, "_ASK_EVERY_S", 1.0)
+    monkeypatch.setattr(run, "_ANSWER_DEADLINE_S", 3.0)
+    with pytest.raises(GuestTimeout):
+        run_in_machine(Asked(), "sleep 600")
 
 
 @pytest.mark.usefixtures("results")
