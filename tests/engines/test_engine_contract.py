@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +55,28 @@ def test_children_repeat_no_randomness(case: Case, run_directory: Path) -> None:
             assert len({child.proof.machine_id for child in children}) == 4
         finally:
             await kill_all(children)
+
+    asyncio.run(body())
+
+
+def test_no_time_passes_for_a_child_while_it_is_frozen(case: Case, run_directory: Path) -> None:
+    """Its timers would all expire at once, and its kernel take that for a stall."""
+    if case.engine.name == "fake":
+        pytest.skip("the fake is a process, whose monotonic clock is the host's")
+
+    async def uptime_s() -> float:
+        child = await fork_one(case.engine, case.frozen, new_identities(1)[0], run_directory)
+        try:
+            return float((await child.agent.eval("__import__('time').monotonic()")).value)
+        finally:
+            await child.kill()
+
+    async def body() -> None:
+        first = await uptime_s()
+        await asyncio.sleep(3)
+        begun = time.monotonic()
+        second = await uptime_s()
+        assert second - first < time.monotonic() - begun + 1
 
     asyncio.run(body())
 

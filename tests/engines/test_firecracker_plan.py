@@ -68,6 +68,7 @@ def test_the_kernel_is_told_what_qemus_is_and_where_the_agent_listens() -> None:
     words = body["boot_args"].split()
     assert parse_vsock_port(body["boot_args"]) == AGENT_VSOCK_PORT == 1024
     assert {"console=ttyS0", "panic=-1", "reboot=k", "pci=off", "8250.nr_uarts=1", "i8042.dumbkbd"} <= set(words)
+    assert "clocksource=tsc" in words
     spec = BootSpec(MachineSpec(), Path("/k"), Path("/i"), Path("/r"))
     seat = Seat("sb-1", Path("/c"), 7, 8)
     args = render_args("qemu", "kvm", spec, seat, Ram(Path("/m"), shared=True), incoming=False)
