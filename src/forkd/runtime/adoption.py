@@ -6,7 +6,6 @@ import asyncio
 import logging
 import shutil
 
-from forkd.engines.base import ExitReason
 from forkd.errors import Conflict, ForkdError
 from forkd.host.cgroup import find_group, remove_groups
 from forkd.host.files import sweep_staging
@@ -15,7 +14,7 @@ from forkd.host.threads import in_thread
 from forkd.model.sandbox import SandboxRecord, State
 from forkd.runtime.live import LiveSandbox
 from forkd.runtime.recovery import Plan, make_plan
-from forkd.runtime.roster import Roster, end_processes
+from forkd.runtime.roster import Roster, describe_out_of_memory, end_processes
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ def _check_engine(roster: Roster, records: list[SandboxRecord]) -> None:
 def _why_gone(roster: Roster, record: SandboxRecord) -> str:
     group = find_group(roster.directory(record.id))
     if group is not None and group.out_of_memory():
-        return f"{ExitReason.OUT_OF_MEMORY.value} of {record.limits.memory_mib} MiB"
+        return describe_out_of_memory(record.limits)
     return "The VM was gone when the daemon started"
 
 

@@ -18,6 +18,7 @@ from forkd.host.cgroup import find_group
 from forkd.host.marked import kill_marked
 from forkd.host.paths import Home
 from forkd.host.threads import in_thread
+from forkd.model.limits import Limits
 from forkd.model.sandbox import OnTimeout, SandboxRecord, State, check_timeout, parse_sandbox_id
 from forkd.runtime.events import EventLog
 from forkd.runtime.faults import reach
@@ -193,7 +194,7 @@ class Roster:
         last_words = live.machine.console_tail().strip().splitlines()[-3:]
         why = f"{ended.reason.value} ({ended.status})"
         if ended.reason is ExitReason.OUT_OF_MEMORY:
-            why = f"{ended.reason.value} of {self.get(live.id).limits.memory_mib} MiB"
+            why = describe_out_of_memory(self.get(live.id).limits)
         _log.warning("Sandbox %s died: %s", live.id, why)
         self.bury(live.id, "\n".join([why, *last_words]))
 
@@ -201,6 +202,10 @@ class Roster:
         """Of a VM that is gone: what we hold of it, and what its VMM had started, which is nobody's now."""
         await live.machine.release()
         await in_thread(lambda: end_processes(self.directory(live.id)))
+
+
+def describe_out_of_memory(limits: Limits) -> str:
+    return f"{ExitReason.OUT_OF_MEMORY.value} of {limits.memory_mib} MiB"
 
 
 def end_processes(directory: Path) -> None:
