@@ -14,6 +14,7 @@ from forkd.engines.qemu.args import Ram, Seat, render_args
 from forkd.engines.qemu.binary import find_binary, render_platform
 from forkd.engines.qemu.machine import VMM_LOG, QemuMachine, adopt
 from forkd.engines.qemu.monitor import QMP_SOCKET, Monitor
+from forkd.engines.qemu.state import Incoming
 from forkd.engines.sockets import AGENT_SOCKET, connected_socket, listening_socket
 from forkd.host.cgroup import Group
 from forkd.host.cpu import read_cpuinfo
@@ -26,8 +27,6 @@ STATE_FILE = "state"
 
 # A guest that floods its console fills this much of the runtime directory and no more.
 _MAX_CONSOLE_BYTES = 1024 * 1024
-# A parent also writes its device state, about 0.4 MiB and more with more vCPUs.
-_MAX_PARENT_FILE_BYTES = 16 * 1024 * 1024
 
 
 class QemuEngine:
@@ -54,7 +53,7 @@ class QemuEngine:
         await machine.running()
         await machine.monitor.execute("stop")
         with (into / STATE_FILE).open("xb") as state:
-            await machine.monitor.save_state(state.fileno())
+            await machine.monitor.save_state(state)
         await machine.kill()
         return self._platform
 
@@ -82,21 +81,23 @@ class QemuEngine:
             qmp = ours.enter_context(listening_socket(directory / QMP_SOCKET))
             channel = on_failure.enter_context(connected_socket(directory / AGENT_SOCKET))
             control = on_failure.enter_context(connected_socket(directory / QMP_SOCKET))
-            state_fd = ours.enter_context(state.open("rb", buffering=0)).fileno() if state else None
+            incoming = Incoming(state) if state else None
+            if incoming:
+                ours.enter_context(incoming.theirs)
+                on_failure.callback(incoming.close)
             process = spawn(
                 self._render(spec, Seat(directory.name, directory / CONSOLE, agent.fileno(), qmp.fileno()), ram),
                 output=directory / VMM_LOG,
                 env=render_environment(directory),
-                inherited_fds=[agent.fileno(), qmp.fileno(), *([] if state_fd is None else [state_fd])],
-                max_file_bytes=_MAX_PARENT_FILE_BYTES if state is None else _MAX_CONSOLE_BYTES,
+                inherited_fds=[agent.fileno(), qmp.fileno(), *([incoming.fd] if incoming else [])],
+                max_file_bytes=_MAX_CONSOLE_BYTES,
                 outlive=self._outlive and state is not None,
                 group=group,
             )
             on_failure.pop_all()
         monitor = Monitor(directory.name, control)
         machine = QemuMachine(directory, process, phases, monitor, channel=channel, group=group)
-        # Ours is closed by now; QEMU has inherited the descriptor under the same number.
-        machine.start(state_fd)
+        machine.start(incoming)
         return machine
 
     def _render(self, spec: BootSpec, seat: Seat, ram: Ram) -> list[str]:

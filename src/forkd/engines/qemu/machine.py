@@ -9,6 +9,7 @@ from pathlib import Path
 from forkd.engines.base import ExitReason, Phases, tail_of
 from forkd.engines.machine import ProcessMachine, found_process, parse_exit
 from forkd.engines.qemu.monitor import QMP_SOCKET, Monitor
+from forkd.engines.qemu.state import Incoming
 from forkd.engines.sockets import AGENT_SOCKET, reach
 from forkd.errors import EngineFailed
 from forkd.host.cgroup import Group, find_group
@@ -36,15 +37,17 @@ class QemuMachine(ProcessMachine):
         super().__init__(directory, process, phases, channel=channel, group=group, paused=paused)
         self.monitor = monitor
 
-    def start(self, state_fd: int | None) -> None:
-        self._begin(self._start(state_fd))
+    def start(self, state: Incoming | None) -> None:
+        starting = self._begin(self._start(state))
+        if state is not None:
+            starting.add_done_callback(lambda _: state.close())
 
-    async def _start(self, state_fd: int | None) -> None:
+    async def _start(self, state: Incoming | None) -> None:
         try:
             await self.monitor.connect()
             self.phases.mark("process start", time.monotonic())
-            if state_fd is not None:
-                await self.monitor.load_state(state_fd)
+            if state is not None:
+                await self.monitor.load_state(state)
                 self.phases.mark("state load", time.monotonic())
                 await self.monitor.execute("cont")
                 self.phases.mark("resume", time.monotonic())

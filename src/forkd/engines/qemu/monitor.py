@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, BinaryIO
 
 from qemu.qmp import EventListener, ExecuteError, QMPClient, QMPError
 
+from forkd.engines.qemu.state import Incoming, receive_state
 from forkd.errors import EngineFailed
 
 QMP_SOCKET = "qmp.sock"
@@ -58,29 +60,40 @@ class Monitor:
         except (QMPError, TimeoutError, OSError) as error:
             raise EngineFailed(f"QEMU did not answer {command}") from error
 
-    async def load_state(self, fd: int) -> None:
-        """Read device state from an inherited descriptor; returns when the guest may run."""
+    async def load_state(self, state: Incoming) -> None:
+        """Returns when the guest may run."""
         await self.execute("migrate-set-capabilities", {"capabilities": _CAPABILITIES})
-        await self.execute("migrate-incoming", {"uri": f"fd:{fd}"})
-        await self._migrated()
+        await self.execute("migrate-incoming", {"uri": f"fd:{state.fd}"})
+        await self._migrated(state.send())
 
-    async def save_state(self, fd: int) -> None:
-        """Write device state, not memory, to `fd`."""
+    async def save_state(self, file: BinaryIO) -> None:
+        """Device state, not memory."""
         await self.execute("migrate-set-capabilities", {"capabilities": _CAPABILITIES})
-        self._client.send_fd_scm(fd)
-        await self.execute("getfd", {"fdname": "state"})
-        await self.execute("migrate", {"uri": "fd:state"})
-        await self._migrated()
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                self._client.send_fd_scm(theirs.fileno())
+                await self.execute("getfd", {"fdname": "state"})
+            await self.execute("migrate", {"uri": "fd:state"})
+            await self._migrated(receive_state(ours, file))
 
-    async def _migrated(self) -> None:
+    async def _migrated(self, transfer: Coroutine[Any, Any, None]) -> None:
+        both = asyncio.create_task(transfer), asyncio.create_task(self._completed())
         try:
             async with asyncio.timeout(MIGRATION_DEADLINE_S):
-                async for event in self._migration:
-                    data = event["data"]
-                    status = data.get("status") if isinstance(data, dict) else None
-                    if status == "completed":
-                        return
-                    if status in ("failed", "cancelled"):
-                        raise EngineFailed(f"QEMU reports that the device state was {status}")
+                await asyncio.gather(*both)
         except TimeoutError as error:
             raise EngineFailed("QEMU did not finish with the device state") from error
+        finally:
+            for task in both:
+                task.cancel()
+            await asyncio.wait(both)
+
+    async def _completed(self) -> None:
+        async for event in self._migration:
+            data = event["data"]
+            status = data.get("status") if isinstance(data, dict) else None
+            if status == "completed":
+                return
+            if status in ("failed", "cancelled"):
+                raise EngineFailed(f"QEMU reports that the device state was {status}")
