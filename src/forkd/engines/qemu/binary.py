@@ -25,6 +25,10 @@ def find_binary() -> Binary:
     path = shutil.which(_NAME)
     if path is None:
         raise HostLacks(f"{_NAME} is not installed", hint="Install the package qemu-system-x86")
+    return ask_binary(path)
+
+
+def ask_binary(path: str) -> Binary:
     try:
         result = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=_VERSION_DEADLINE_S, check=True

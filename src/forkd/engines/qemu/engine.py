@@ -11,7 +11,7 @@ from forkd.engines.base import BootSpec, Frozen, Machine, Phases, check_same
 from forkd.engines.cpu_template import refuse_cpu_template
 from forkd.engines.machine import CONSOLE, grouped, made_directory
 from forkd.engines.qemu.args import Ram, Seat, render_args
-from forkd.engines.qemu.binary import find_binary, render_platform
+from forkd.engines.qemu.binary import Binary, find_binary, render_platform
 from forkd.engines.qemu.machine import VMM_LOG, QemuMachine, adopt
 from forkd.engines.qemu.monitor import QMP_SOCKET, Monitor
 from forkd.engines.qemu.state import Incoming
@@ -32,9 +32,9 @@ _MAX_CONSOLE_BYTES = 1024 * 1024
 class QemuEngine:
     name = "qemu"
 
-    def __init__(self, accelerator: str, *, outlive: bool = False) -> None:
+    def __init__(self, accelerator: str, *, outlive: bool = False, binary: Binary | None = None) -> None:
         """`outlive`: forks go on when we end. Parents never do: who has not frozen one does not miss it."""
-        self._binary = find_binary()
+        self._binary = binary or find_binary()
         self._accelerator = accelerator
         self._outlive = outlive
         self._platform = render_platform(self._binary, accelerator, read_cpuinfo())
