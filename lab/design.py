@@ -15,7 +15,8 @@ from forkd.model.names import SnapshotTag, parse_tag
 from lab.contents import home_pack, packages_pack, tools_pack
 from lab.packs import Pack
 
-MACHINE = MachineSpec(memory_mib=4096, vcpus=2)
+# One processor more than VMs may run on, see VM_PROCESSORS.
+MACHINE = MachineSpec(memory_mib=4096, vcpus=3)
 PACKAGES = (
     *("python3", "qemu-system-x86"),
     *("iproute2", "nftables", "kmod", "mount", "procps", "e2fsprogs"),

@@ -18,6 +18,7 @@ from forkd.image import Progress
 from forkd.runtime.freeze import frozen_of
 from forkd.runtime.session import session
 from lab.design import make_design
+from lab.emulator import find_emulator
 from lab.machine import LabMachine
 from lab.run import TIMED_OUT, Job, render_pytest, render_shell, run_forked, warm_up
 from lab.selection import Asked, collect, select
@@ -55,7 +56,7 @@ def find_columns() -> int | None:
 def open_machine(shop: Workshop, directory: Path, tree: Path, progress: Progress) -> LabMachine:
     """The machine of this tree, frozen."""
     design = make_design(shop.home, shop.packs, shop.tree / "pyproject.toml", progress)
-    machine = LabMachine.open(design, shop.snapshots)
+    machine = LabMachine.open(design, shop.snapshots, find_emulator(shop.kept, progress))
     if not machine.is_frozen(progress):
         # Whatever is asked for now, later runs ask for others.
         _, files, _ = collect(shop.tree, Asked())

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from forkd.engines.qemu.binary import find_binary
+from forkd.engines.qemu.binary import Binary
 from forkd.engines.qemu.engine import QemuEngine
 from forkd.errors import Conflict, ForkdError
 from forkd.guest.calls import Agent
@@ -34,8 +34,9 @@ class LabMachine:
     tag: SnapshotTag
 
     @classmethod
-    def open(cls, design: Design, snapshots: Path) -> LabMachine:
-        return cls(design, SnapshotStore(snapshots), QemuEngine("tcg"), design.tag(find_binary().version))
+    def open(cls, design: Design, snapshots: Path, emulator: Binary) -> LabMachine:
+        engine = QemuEngine("tcg", binary=emulator)
+        return cls(design, SnapshotStore(snapshots), engine, design.tag(emulator.version))
 
     def is_frozen(self, progress: Progress) -> bool:
         if not self.store.has(self.tag):

@@ -19,7 +19,7 @@ from forkd.guest.process import Process
 from forkd.guest.results import CommandResult
 from forkd.runtime.sandbox import raise_explained
 from forkd.runtime.spawn import fork_one, new_identities
-from lab.inside import OUT, TREE, place_of, render_environment, render_unmount
+from lab.inside import OUT, TREE, place_of, render_command, render_environment, render_unmount
 from lab.selection import MARKER, Asked
 from lab.transfer import bring_back, check_run, mount_tree
 
@@ -102,7 +102,7 @@ def make_results(results: Path) -> Path:
 
 async def run_job(agent: Agent, job: Job) -> CommandResult:
     process = await agent.start(
-        list(job.command),
+        render_command(job.command),
         cwd=place_of(TREE),
         env={**render_environment(), **job.env},
         stdin=False,
@@ -130,10 +130,17 @@ async def keep_asking(agent: Agent) -> None:
     while True:
         await asyncio.sleep(_ASK_EVERY_S)
         try:
-            await agent.ping(deadline_s=_ANSWER_DEADLINE_S)
+            await ask(agent)
         except GuestTimeout:
             # Once more: a pager may have held up our output, and us.
-            await agent.ping(deadline_s=_ANSWER_DEADLINE_S)
+            await ask(agent)
+
+
+async def ask(agent: Agent) -> None:
+    """Whether programs run where ours does; the agent, on a processor of its own, may answer when none does."""
+    result = await agent.run(render_command(["true"]), timeout_s=_ANSWER_DEADLINE_S)
+    if result.timed_out:
+        raise GuestTimeout(f"The lab machine did not run a program within {_ANSWER_DEADLINE_S:g} s")
 
 
 async def pass_on(process: Process) -> None:

@@ -154,16 +154,6 @@ async def _kill_when_ready(forking: Awaitable[Sandbox]) -> None:
     await (await forking).kill()
 
 
-@pytest.fixture
-def one_processor() -> Iterator[None]:
-    """Many vCPUs that run at once are more than the lab's emulated processors bear (docs/contribute/lab.md)."""
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(allowed)})
-    yield
-    os.sched_setaffinity(0, allowed)
-
-
-@pytest.mark.usefixtures("one_processor")
 @pytest.mark.parametrize(("vcpus", "memory_mib"), [(1, 128), (8, 320)])
 def test_a_machine_has_the_size_that_was_asked_for(
     frozen_firecracker: Case, run_directory: Path, tmp_path: Path, vcpus: int, memory_mib: int

@@ -34,6 +34,11 @@ def test_kvm_runs_a_guest_at_the_speed_of_the_machine() -> None:
     assert verdict.usable, verdict
 
 
+@only_in_the_machine
+def test_no_guest_can_run_on_the_first_processor() -> None:
+    assert os.sched_getaffinity(0) == {1, 2} and os.cpu_count() == 3
+
+
 def test_a_control_group_below_the_top_has_every_controller() -> None:
     group = Path("/sys/fs/cgroup") / NAME
     group.mkdir()

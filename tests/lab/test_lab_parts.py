@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import subprocess
 import sys
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -14,17 +16,21 @@ from typing import cast
 import pytest
 
 from forkd.engines.base import Frozen
-from forkd.errors import BuildFailed, GuestDied, InvalidInput, NotFound
+from forkd.engines.qemu.binary import Binary
+from forkd.errors import BuildFailed, GuestDied, GuestTimeout, InvalidInput, NotFound
+from forkd.guest.calls import Agent
 from forkd.guest.results import CommandResult
 from forkd.host.integrity import FileSum
 from forkd.host.paths import Home
 from forkd.image import Image
 from forkd.image.pieces import Piece
-from lab import emulated
+from forkd.image.progress import Silent
+from lab import emulated, emulator, run
 from lab.__main__ import parse_args
 from lab.contents import parse_requirements, render_install, unpack_firecracker
 from lab.design import Design, parse_python
-from lab.inside import render_environment, render_mount
+from lab.emulator import find_emulator, is_recent
+from lab.inside import render_command, render_environment, render_mount
 from lab.machine import LabMachine
 from lab.packs import Pack
 from lab.place import read_controllers
@@ -198,6 +204,9 @@ class TestCommand:
         assert env["PATH"].startswith("/lab/tools:")
         assert env["FORKD_LAB"] == "1"
 
+    def test_a_command_is_kept_off_the_first_processor(self) -> None:
+        assert render_command(["ls", "-l"]) == ["taskset", "--cpu-list", "1-2", "ls", "-l"]
+
     def test_a_pack_is_mounted_read_only_under_its_name(self) -> None:
         command = render_mount("tree")
         assert command == "mkdir -p /lab/tree && mount -t erofs -o ro,loop /lab/packs/tree.erofs /lab/tree"
@@ -210,6 +219,58 @@ class TestCommand:
         self, code: int | None, signal: int | None, timed_out: bool, status: int
     ) -> None:
         assert exit_status(CommandResult(1, code, signal, timed_out, b"", b"", False)) == status
+
+
+class TestEmulator:
+    @pytest.mark.parametrize(
+        ("version", "recent"),
+        [
+            ("7.2.22 (Debian 1:7.2+dfsg-7)", False),
+            ("8.0.5", False),
+            ("8.1.0", True),
+            ("10.0.13 (Debian)", True),
+            ("", False),
+        ],
+    )
+    def test_what_is_recent(self, version: str, recent: bool) -> None:
+        assert is_recent(version) is recent
+
+    def test_a_recent_qemu_of_the_host_is_taken(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        hosts = Binary("/usr/bin/qemu-system-x86_64", "9.0.0")
+        monkeypatch.setattr(emulator, "find_binary", lambda: hosts)
+        assert find_emulator(tmp_path, Silent()) == hosts
+        assert list(tmp_path.iterdir()) == []
+
+    def test_else_one_is_fetched_once_and_started_where_it_lies(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fetched = []
+
+        def run_mmdebstrap(argv: list[str], **_: object) -> None:
+            fetched.append(argv)
+            root = tmp_path / "root"
+            for part in ("bin", "lib/x86_64-linux-gnu", "lib64", "share/qemu", "share/seabios"):
+                (root / "usr" / part).mkdir(parents=True)
+            (root / "usr/bin/qemu-system-x86_64").write_text("")
+            loader = root / "usr/lib64/ld-linux-x86-64.so.2"
+            loader.write_text('#!/bin/sh\necho version 10.0.13 of "$@"')
+            loader.chmod(0o755)
+            subprocess.run(["tar", "-cf", argv[-1], "-C", str(root), "."], check=True)
+
+        monkeypatch.setattr(emulator, "find_binary", lambda: Binary("/usr/bin/qemu-system-x86_64", "7.2.22"))
+        monkeypatch.setattr(emulator, "run_mmdebstrap", run_mmdebstrap)
+        monkeypatch.setattr(emulator, "check_namespaces", lambda: None)
+        monkeypatch.setattr(emulator, "find_tool", Path)
+        first = find_emulator(tmp_path, Silent())
+        assert first.version == "10.0.13" and Path(first.path).is_relative_to(tmp_path)
+        assert find_emulator(tmp_path, Silent()) == first and len(fetched) == 1
+        place = Path(first.path).parent
+        shown = subprocess.run([first.path, "-x"], capture_output=True, text=True, check=True).stdout
+        assert shown.split()[3:] == [
+            *("--library-path", f"{place}/usr/lib/x86_64-linux-gnu", f"{place}/usr/bin/qemu-system-x86_64"),
+            *("-L", f"{place}/usr/share/qemu", "-L", f"{place}/usr/share/seabios", "-x"),
+        ]
+        assert sorted(path.name for path in place.iterdir()) == ["qemu-system-x86_64", "usr"]
 
 
 class TestArguments:
@@ -286,6 +347,29 @@ def test_it():
         tries, output = self.run(tmp_path, 'assert "GuestDied: " == 1')
         assert tries == 1
         assert "1 failed in" in output
+
+    @pytest.mark.parametrize(("late", "hung"), [([True, False, False], False), ([False, True, True], True)])
+    def test_a_machine_that_runs_no_program_twice_in_a_row_hangs(
+        self, monkeypatch: pytest.MonkeyPatch, late: list[bool], hung: bool
+    ) -> None:
+        monkeypatch.setattr(run, "_ASK_EVERY_S", 0)
+        answers, done = iter(late), asyncio.Event()
+
+        class Machine:
+            async def run(self, command: list[str], timeout_s: float) -> CommandResult:
+                timed_out = next(answers, None)
+                if timed_out is None:
+                    done.set()
+                return CommandResult(1, 0, None, bool(timed_out), b"", b"", False)
+
+        async def work() -> None:
+            await done.wait()
+
+        async def body() -> None:
+            await run.while_answering(cast(Agent, Machine()), work())
+
+        with pytest.raises(GuestTimeout, match="did not run a program") if hung else nullcontext():
+            asyncio.run(body())
 
     @pytest.mark.parametrize(("repeatable", "runs"), [(True, 2), (False, 1)])
     def test_a_machine_that_died(
