@@ -12,6 +12,7 @@ from forkd.host.tools import find_tool, run_tool
 from forkd.image import Progress
 from forkd.image.namespace import check_namespaces, run_mmdebstrap
 from forkd.image.pieces import digest_request
+from lab.contents import write_program
 
 # Older ones keep code that a processor has patched while another one was translating it (docs/contribute/lab.md).
 _OLDEST = (8, 1)
@@ -70,9 +71,7 @@ def _fetch(into: Path, progress: Progress) -> None:
     )
     packed.unlink()
     work.rmdir()
-    start = into / _PROGRAM
-    start.write_text(_START)
-    start.chmod(0o755)
+    write_program(into / _PROGRAM, _START.encode())
 
 
 def render_mmdebstrap(mmdebstrap: Path, out: Path) -> list[str]:
