@@ -14,6 +14,7 @@
     ├── SnapshotDamaged         files of a snapshot or image are missing, truncated or altered
     ├── SnapshotIncompatible    made by another QEMU, CPU or format than this host has
     ├── EngineFailed            the VMM did not start or refused a command
+    │   └── NotForkable         a running process could not be forked; it runs on as it was
     ├── GuestDied               the VM ended by itself: killed, panicked, powered off
     ├── GuestTimeout            the guest did not answer within its deadline
     ├── WarmupFailed            the warm-up raised, exited non-zero or hung
@@ -107,6 +108,10 @@ class SnapshotIncompatible(ForkdError):
 class EngineFailed(ForkdError):
     code = "engine_failed"
     exit_code = 10
+
+
+class NotForkable(EngineFailed):
+    code = "not_forkable"
 
 
 class GuestDied(ForkdError):

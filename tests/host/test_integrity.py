@@ -118,14 +118,17 @@ def test_what_passed_once_and_was_altered_since_is_found(tmp_path: Path, sums: d
 
 
 def test_what_changed_a_moment_ago_is_read_again_as_its_times_prove_nothing_yet(
-    tmp_path: Path, sums: dict[str, FileSum], read: list[str]
+    tmp_path: Path, sums: dict[str, FileSum], read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "memory").touch()
+    # However long this process waits for a CPU.
+    moment = (tmp_path / "memory").stat().st_ctime_ns + 1
+    monkeypatch.setattr(integrity.time, "time_ns", lambda: moment)
     verify(tmp_path, sums)
     read.clear()
     verify(tmp_path, sums)
     assert read == ["memory"]
-    time.sleep(_STEP_S)
+    moment += integrity._CLOCK_STEP_NS
     verify(tmp_path, sums)
     read.clear()
     verify(tmp_path, sums)

@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,8 +23,8 @@ from forkd.host.probe import guarded, judge_kvm, probe_host
 GIB = 1 << 30
 NAMES = [
     "system", "architecture", "python", "qemu", "tcg", "qemu with kvm", "kvm", "firecracker", "jailer", "setpriv",
-    "mmdebstrap", "mkfs.erofs", "busybox", "namespaces", "memory", "home", "runtime directory", "open files",
-    "processes", "cgroup v2", "limits", "userfaultfd", "tun", "nft",
+    "live forks", "mmdebstrap", "mkfs.erofs", "busybox", "namespaces", "memory", "home", "runtime directory",
+    "open files", "processes", "cgroup v2", "limits", "userfaultfd", "tun", "nft",
 ]  # fmt: skip
 
 
@@ -41,10 +42,11 @@ def test_this_machine_is_looked_at_in_order_and_in_time() -> None:
 
 def test_looking_makes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORKD_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("FORKD_RUNTIME_DIR", "/tmp/fkd-absent")
-    findings = {each.name: each for each in probe_host()}
+    with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as place:  # as short as it has to be
+        monkeypatch.setenv("FORKD_RUNTIME_DIR", f"{place}/absent")
+        findings = {each.name: each for each in probe_host()}
+        assert not list(Path(place).iterdir())
     assert not list(tmp_path.iterdir())
-    assert not Path("/tmp/fkd-absent").exists()
     assert str(tmp_path / "home") in findings["home"].found
     assert findings["runtime directory"].status is Status.OK
 

@@ -26,7 +26,8 @@ from pathlib import Path
 from forkd.host.process import spawn
 async def main():
     child = spawn(["sleep", "60"], output=Path(sys.argv[1]), outlive=sys.argv[2] == "outlive")
-    await asyncio.sleep(0.3)  # until setpriv has become sleep
+    while Path(f"/proc/{child.pid}/comm").read_text() != "sleep\\n":  # setpriv, or what comes before it
+        await asyncio.sleep(0.01)
     print(child.pid, flush=True)
     await child.exited
 asyncio.run(main())

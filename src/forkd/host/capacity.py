@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from forkd.host.memory import parse_kib_table
 _MIB = 1 << 20
 # Measured under TCG: a child that has run numpy owns 28 MiB; with room for one that works a little.
 CHILD_MIB = 32
+# Of one that is forked from a template: 4 to 6 MiB, with room likewise.
+FORKED_CHILD_MIB = 12
 # A parent of the default size while it boots, and room for everything else on the machine.
 RESERVE_MIB = 512 + 256
 # Sockets, logs, the image, the memory file and KVM's own, of one child.
@@ -44,8 +47,11 @@ def judge_memory(available_bytes: int, group_left_bytes: int | None) -> Finding:
     limited = group_left_bytes is not None and group_left_bytes < available_bytes
     mib = (group_left_bytes if limited and group_left_bytes is not None else available_bytes) // _MIB
     where = " within this control group" if limited else ""
-    children = max(0, mib - RESERVE_MIB) // CHILD_MIB
-    found = f"{mib:,} MiB available{where}, about {children:,} children of {CHILD_MIB} MiB"
+    children, forked = (max(0, mib - RESERVE_MIB) // each for each in (CHILD_MIB, FORKED_CHILD_MIB))
+    found = (
+        f"{mib:,} MiB available{where}, about {children:,} children of {CHILD_MIB} MiB, "
+        f"or {forked:,} of {FORKED_CHILD_MIB} MiB forked from a template"
+    )
     if children == 0:
         return Finding(
             "memory", Status.FAIL, found, f"Free memory: a parent and a child need {RESERVE_MIB + CHILD_MIB} MiB"
@@ -53,6 +59,13 @@ def judge_memory(available_bytes: int, group_left_bytes: int | None) -> Finding:
     if children < 10:
         return Finding("memory", Status.WARN, found, "More memory admits more children")
     return Finding("memory", Status.OK, found)
+
+
+def allow_open_files() -> None:
+    """As many as this process may have: some descriptors belong to each child."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError):  # under a unit's filter, which sets the limit itself
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def probe_open_files() -> Finding:

@@ -25,7 +25,9 @@ _EXEC_DEADLINE_S = 2.0
 _EXEC_RETRY_S = 0.001
 
 # Places in /proc/<pid>/stat, counted from the state.
-_STATE, _PARENT, _FLAGS, _ENV_END = 0, 1, 6, 48
+_STATE, _PARENT, _FLAGS, _ENV_START, _ENV_END = 0, 1, 6, 47, 48
+# More than the directory of a VM, whose sockets' paths are bound to 108 bytes, ever needs.
+ROOM_BYTES = 256
 _KERNEL_THREAD = 0x00200000  # PF_KTHREAD
 
 # Not there any more, or not ours to see.
@@ -40,10 +42,40 @@ class Marked:
     start_ticks: int
 
 
-def render_environment(directory: Path) -> dict[str, str]:
-    """The whole environment of a VM process that lives in `directory`."""
+def render_environment(directory: Path, *, room: bool = False) -> dict[str, str]:
+    """The whole environment of a VM process that lives in `directory`; with `room` its forks can be marked anew."""
     handed_on = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
-    return {**handed_on, MARK: os.path.realpath(directory)}
+    return {**handed_on, MARK: render_mark(directory, ROOM_BYTES if room else 0)}
+
+
+def render_mark(directory: Path, size: int) -> str:
+    """A path with slashes behind it is the same path."""
+    path = os.path.realpath(directory)
+    return path + "/" * (size - len(os.fsencode(path)))
+
+
+@dataclass(frozen=True)
+class MarkPlace:
+    """Where in a process's memory its mark is."""
+
+    address: int
+    size: int
+
+    def render(self, directory: Path) -> bytes:
+        mark = os.fsencode(render_mark(directory, self.size))
+        if len(mark) > self.size:
+            raise EngineFailed(f"The path {directory} is too long to mark a fork with", hint="Use a shorter directory")
+        return mark
+
+
+def find_mark_place(pid: int) -> MarkPlace | None:
+    """None: it has no mark, or is over."""
+    fields, prefix, at = _read_stat(pid), MARK.encode() + b"=", 0
+    for entry in _read_environ(pid).split(b"\0") if fields else ():
+        if fields and entry.startswith(prefix):
+            return MarkPlace(int(fields[_ENV_START]) + at + len(prefix), len(entry) - len(prefix))
+        at += len(entry) + 1
+    return None
 
 
 def find_marked(under: Path) -> dict[Path, Marked]:
@@ -136,7 +168,7 @@ def _read_mark(pid: int) -> str:
     prefix = MARK.encode() + b"="
     for entry in _read_environ(pid).split(b"\0"):
         if entry.startswith(prefix):
-            return os.fsdecode(entry[len(prefix) :])
+            return os.fsdecode(entry[len(prefix) :]).rstrip("/")
     return ""
 
 

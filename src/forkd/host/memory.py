@@ -12,10 +12,14 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """`unique_bytes` would be freed if this one process died; `resident_bytes` counts shared pages in full."""
+    """`unique_bytes` would be freed if this one process died; `resident_bytes` counts shared pages in full.
+
+    `anonymous_bytes` belong to no file, however many forks share them.
+    """
 
     unique_bytes: int
     resident_bytes: int
+    anonymous_bytes: int
 
 
 def parse_kib_table(text: str) -> dict[str, int]:
@@ -38,6 +42,7 @@ def memory_use(pid: int) -> MemoryUse:
     return MemoryUse(
         unique_bytes=table["Private_Clean"] + table["Private_Dirty"],
         resident_bytes=table["Rss"],
+        anonymous_bytes=table["Anonymous"],
     )
 
 

@@ -11,6 +11,7 @@ from forkd.host.finding import Finding, Status
 from forkd.host.firecracker import probe_firecracker
 from forkd.host.kvm_probe import KvmVerdict, probe_kvm
 from forkd.host.places import probe_places
+from forkd.host.procfork.trial import probe_live_forks
 from forkd.host.programs import (
     judge_qemu_kvm,
     judge_tcg,
@@ -66,6 +67,7 @@ _PROBES: dict[str, Probe] = {
     "kvm": _probe_acceleration,
     "firecracker": probe_firecracker,
     "setpriv": _alone(probe_setpriv),
+    "live forks": _alone(probe_live_forks),
     "mmdebstrap": _alone(probe_mmdebstrap),
     "mkfs.erofs": _alone(probe_erofs),
     "busybox": _alone(probe_busybox),

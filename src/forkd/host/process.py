@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import shutil
@@ -17,6 +18,14 @@ from forkd.host.cgroup import Group
 from forkd.host.memory import start_time_ticks
 
 KILL_DEADLINE_S = 10.0
+# What to do about what a machine has too little of.
+SHORTAGES = {
+    errno.EAGAIN: "Raise ulimit -u, kernel.pid_max or the group's pids.max",
+    errno.EMFILE: "Raise ulimit -n",
+    errno.ENFILE: "Raise fs.file-max",
+    errno.ENOMEM: "Free some memory",
+    errno.ENOSPC: "Free some space in the runtime directory",
+}
 
 # What is started waits for a line from us before it becomes the program, and ends when we are gone before that: whoever
 # looks for it by its environment finds it, or it never was. One that dies with us must see us once its death signal is
@@ -147,7 +156,8 @@ def spawn(
                 restore_signals=False,
             )
         except OSError as error:
-            raise EngineFailed(f"Could not start {argv[0]}: {error.strerror}") from error
+            hint = SHORTAGES.get(error.errno or 0)
+            raise EngineFailed(f"Could not start {argv[0]}: {error.strerror}", hint=hint) from error
     assert popen.stdin is not None
     with popen.stdin as gate:
         process = _taken_in(popen, argv[0], group)

@@ -1,0 +1,43 @@
+"""Instants at which a test may have the daemon killed. Without FORKD_FAULT in the environment they do nothing.
+
+FORKD_FAULT is a point, or `point@n` for the n-th time it is reached.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+POINTS = (
+    "spawn.begun",  # admitted, nothing recorded
+    "spawn.reserved",  # the rows are there, no VM is
+    "spawn.started",  # a first VM process exists
+    "spawn.forked",  # all VMs run, the rows still say starting
+    "spawn.committed",  # the rows say running, nobody was told
+    "fork.held",  # a live VM stands still, to be forked
+    "fork.cloned",  # a child exists that has not been taken over
+    "fork.completed",  # it has all its own, and is still held
+    "fork.let_go",  # it runs, nobody knows of it
+    "template.started",  # its VMM runs, nobody has talked to it
+    "template.rehearsed",
+    "template.ready",  # it stands still, nobody knows of it
+    "snapshot.recorded",
+    "snapshot.booted",
+    "snapshot.frozen",
+    "snapshot.sealed",
+    "snapshot.published",  # under its tag, the record still says writing
+    "delete.marked",
+    "delete.killed",  # no process, the row still says stopping
+    "delete.removed",
+)
+
+_wanted, _, _times = os.environ.get("FORKD_FAULT", "").partition("@")
+_left = int(_times or 1)
+
+
+def reach(point: str) -> None:
+    global _left
+    if _wanted == point:
+        _left -= 1
+        if _left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,13 @@
+"""Forking another process, threads and all: a duplicate that has not run yet, set up by its own system calls.
+
+    program       machine code that makes system calls and stores their results      pure
+    registers     what a thread was doing, and how it does it again                  pure
+    mappings      /proc/<pid>/maps: where code fits, what could not be duplicated    pure
+    descriptors   what is open, and the calls that open it anew                      pure
+    ptrace        the kernel's calls, one function each
+    source        the process that is forked: stopped, at rest, and let go
+    child         its duplicate: descriptors, set-up, threads, and let go
+
+Everything that happens to the source happens in code that goes on by itself: a tracer that is killed at whatever
+instruction leaves the source running as it was, and no child. x86_64 Linux only.
+"""

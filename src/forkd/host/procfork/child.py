@@ -1,0 +1,283 @@
+"""The duplicate: it gets its own descriptors, makes its own set-up and its threads, and is let go."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from forkd.errors import NotForkable
+from forkd.host.faults import reach
+from forkd.host.process import SHORTAGES
+from forkd.host.procfork import ptrace
+from forkd.host.procfork.blueprint import SCRATCH_BYTES, Blueprint, ForkPlan, parse_door, render_blueprint
+from forkd.host.procfork.descriptors import Descriptor, Ours, Reopen
+from forkd.host.procfork.program import Program
+from forkd.host.procfork.ptrace import Gone
+from forkd.host.procfork.registers import Registers, at_code, called_again, making_call, returned
+from forkd.host.procfork.rest import understood
+from forkd.host.procfork.source import Source, Thread, held, read_descriptors
+
+_MMAP, _MUNMAP = 9, 11
+_READ_WRITE_RUN, _PRIVATE_ANONYMOUS, _FIXED_NOREPLACE, _NO_FD = 7, 0x22, 0x100000, -1
+_OPTIONS = ptrace.TRACE_CLONE | ptrace.TRACE_SECCOMP | ptrace.TELL_CALLS | ptrace.EXIT_KILL
+# What a file must not be opened with once more. O_TMPFILE is two bits: one is O_DIRECTORY, which only asks for one.
+_ONCE = os.O_CREAT | os.O_EXCL | os.O_TRUNC | os.O_NOFOLLOW | os.O_TMPFILE
+
+
+@dataclass
+class Times:
+    """When each step was over, on the monotonic clock."""
+
+    steps: dict[str, float] = field(default_factory=dict)
+
+    def mark(self, step: str) -> None:
+        self.steps[step] = time.monotonic()
+
+
+class Child:
+    """A process that has not run yet. All of it happens in the thread that made it."""
+
+    def __init__(self, pid: int, source_pid: int, syscall_at: int, registers: Registers, times: Times) -> None:
+        """`registers`: of the source's main thread. `syscall_at`: a syscall instruction in the code of both."""
+        self.pid = pid
+        self.times = times
+        self._source_pid = source_pid
+        self._syscall_at = syscall_at
+        self._registers = registers
+        self._tids = [pid]
+        self._held: list[tuple[int, int]] = []
+        self._memory = -1
+        self.took: frozenset[str] = frozenset()  # the names of our descriptors that it has
+
+    def write_memory(self, address: int, data: bytes) -> None:
+        if os.pwrite(self._memory, data, address) != len(data):
+            raise Gone
+
+    def read_memory(self, address: int, size: int) -> bytes:
+        data = os.pread(self._memory, size, address)
+        if len(data) != size:
+            raise Gone  # its memory is the first that goes
+        return data
+
+    def take_over(self) -> None:
+        """From here on it dies with us."""
+        ptrace.wait(self.pid)
+        ptrace.set_options(self.pid, _OPTIONS)
+        self._memory = os.open(f"/proc/{self.pid}/mem", os.O_RDWR | os.O_CLOEXEC)
+
+    def map_scratch(self, address: int | None) -> int:
+        """Memory for what sets it up; at an `address` that another duplicate of the source had it at, if given."""
+        fixed = 0 if address is None else _FIXED_NOREPLACE
+        return self._call(_MMAP, address or 0, SCRATCH_BYTES, _READ_WRITE_RUN, _PRIVATE_ANONYMOUS | fixed, _NO_FD, 0)
+
+    def complete(self, blueprint: Blueprint, code: bytes, ours: Mapping[str, int]) -> None:
+        self.write_memory(blueprint.base, code)
+        self.took = frozenset(action.name for _, action in blueprint.sent if isinstance(action, Ours))
+        with contextlib.ExitStack() as reopened:
+            fds = [self._find_fd(each, action, ours, reopened) for each, action in blueprint.sent]
+            if fds:
+                self._send(blueprint, fds)
+            self._run_main(blueprint.main)
+        if not blueprint.got_descriptors(self.read_memory):
+            raise NotForkable("A fork did not receive its descriptors", hint=SHORTAGES[errno.EMFILE])
+        tids = self._check(blueprint.main)[len(blueprint.main.calls) - len(blueprint.thread_programs) :]
+        self.times.mark("descriptors")
+        self._settle_threads(blueprint, tids)
+        self._call(_MUNMAP, blueprint.base, SCRATCH_BYTES)
+        ptrace.set_registers(self.pid, called_again(self._registers, in_duplicate=True))
+        self.times.mark("threads")
+
+    def let_go(self) -> None:
+        for tid in reversed(self._tids):
+            ptrace.detach(tid)
+        for tid, number in self._held:
+            ptrace.send_signal(self.pid, tid, number)
+
+    def kill(self) -> None:
+        self.close()  # first: to see its threads takes a descriptor, of which there may be no more
+        ptrace.end(self.pid)
+
+    def close(self) -> None:
+        """Safe to repeat."""
+        if self._memory >= 0:
+            os.close(self._memory)
+            self._memory = -1
+
+    def _on_signal(self, tid: int, number: int) -> None:
+        self._held.append((tid, number))
+
+    def _call(self, number: int, *args: int) -> int:
+        ptrace.set_registers(self.pid, making_call(self._registers, self._syscall_at, number, args))
+        ptrace.make_call(self.pid, self._on_signal)
+        value = returned(ptrace.get_registers(self.pid))
+        if value < 0:
+            raise OSError(-value, os.strerror(-value))
+        return value
+
+    def _find_fd(
+        self, each: Descriptor, action: Ours | Reopen, ours: Mapping[str, int], opened: contextlib.ExitStack
+    ) -> int:
+        if isinstance(action, Ours):
+            return ours[action.name]
+        try:
+            fd = os.open(f"/proc/{self.pid}/fd/{each.number}", (each.flags & ~_ONCE) | os.O_CLOEXEC)
+        except OSError as error:
+            raise NotForkable(f"{each.link} cannot be opened again: {error.strerror}") from error
+        opened.callback(os.close, fd)
+        if position := int(each.find("pos") or "0"):
+            os.lseek(fd, position, os.SEEK_SET)
+        return fd
+
+    def _send(self, blueprint: Blueprint, fds: list[int]) -> None:
+        """Through a pair of sockets of the child's, so that it needs no right to look at us."""
+        door = blueprint.door
+        self._run_main(door)
+        self._check(door)
+        if parse_door(self.read_memory(door.data_address(0), 8)) != blueprint.door_fds:
+            raise NotForkable("The descriptors of a fork are not as they were seen")
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            with socket.socket(fileno=ptrace.take_descriptor(pidfd, blueprint.door_fds[1])) as sock:
+                socket.send_fds(sock, [b"\0"], fds)
+        finally:
+            os.close(pidfd)
+
+    def _run_main(self, program: Program) -> None:
+        ptrace.set_registers(self.pid, at_code(self._registers, program.entry))
+        while (stop := ptrace.run(self.pid, self._on_signal)).new_task:
+            self._tids.append(stop.new_task)
+
+    def _check(self, program: Program) -> list[int]:
+        """The results. Raises NotForkable for a call that failed."""
+        results = program.parse_results(self.read_memory(program.base, len(program.calls) * 8))
+        if failed := program.find_failure(results):
+            raise NotForkable(
+                f"A fork of process {self._source_pid} could not be set up: {failed}",
+                hint=SHORTAGES.get(-failed.value),
+            )
+        return results
+
+    def _settle_threads(self, blueprint: Blueprint, tids: list[int]) -> None:
+        for tid, thread, program in zip(tids, blueprint.threads[1:], blueprint.thread_programs, strict=True):
+            ptrace.wait(tid)
+            ptrace.set_registers(tid, at_code(thread.registers, program.entry))
+            ptrace.run(tid, self._on_signal)
+            self._check(program)
+            ptrace.set_registers(tid, called_again(thread.registers, in_duplicate=True))
+            ptrace.set_extended(tid, thread.extended)
+            ptrace.set_signal_mask(tid, thread.signal_mask)
+
+
+class Holder:
+    """A process that is forked, once or many times. Belongs to one thread, as all tracing does."""
+
+    def __init__(self, pid: int, plan: ForkPlan) -> None:
+        self._pid = pid
+        self._plan = plan
+        self._hold: contextlib.ExitStack | None = None
+        self._taken: Taken | None = None
+        self._drawn: tuple[Blueprint, bytes] | None = None
+
+    @contextlib.contextmanager
+    def forked(
+        self,
+        ours: Mapping[str, int] | None = None,
+        *,
+        keep: bool = False,
+        on_source_released: Callable[[], None] = lambda: None,
+    ) -> Iterator[Child]:
+        """A duplicate, set up as planned and not yet running; it runs when the block has ended well.
+
+        `ours`: the descriptors that the plan calls by name. Raises NotForkable; then, and when the block fails, there
+        is no child. The source runs on in every case, and from before the child is set up, unless it is to be kept at
+        rest for the next fork.
+        """
+        times = Times()
+        with contextlib.ExitStack() as child_ends:
+            try:
+                taken, child = self._clone(times, child_ends)
+            except BaseException:
+                self.release()
+                raise
+            if not keep:
+                self.release()
+                on_source_released()
+            times.mark("clone")
+            child.complete(*self._draw(taken, child), ours or {})
+            reach("fork.completed")
+            yield child
+            child.let_go()
+            reach("fork.let_go")
+
+    def release(self) -> None:
+        """Let the source go on; safe to repeat."""
+        if self._hold is not None:
+            hold, self._hold, self._taken = self._hold, None, None
+            hold.close()
+
+    def _clone(self, times: Times, child_ends: contextlib.ExitStack) -> tuple[Taken, Child]:
+        taken = self._take_hold()
+        main, source = taken.threads[0], taken.source
+        times.mark("quiescence")
+        reach("fork.held")
+        with understood(self._pid):
+            pid = source.fork(main)
+        child = Child(pid, self._pid, source.detour.call, main.registers, times)
+        reach("fork.cloned")
+        child_ends.callback(child.close)
+        child_ends.enter_context(_killed_on_failure(child))
+        child.take_over()
+        return taken, child
+
+    def _take_hold(self) -> Taken:
+        if self._taken is None:
+            with contextlib.ExitStack() as hold:
+                source = hold.enter_context(held(self._pid, self._plan.main_rests_in))
+                source.prepare()
+                self._taken = Taken(source, source.read_threads(), read_descriptors(self._pid))
+                self._hold, self._drawn = hold.pop_all(), None
+        return self._taken
+
+    def _draw(self, taken: Taken, child: Child) -> tuple[Blueprint, bytes]:
+        """Once for all duplicates that are made in one hold."""
+        if self._drawn is not None:
+            child.map_scratch(self._drawn[0].base)
+            return self._drawn
+        blueprint = render_blueprint(child.map_scratch(None), taken.threads, taken.descriptors, self._plan)
+        self._drawn = blueprint, blueprint.render()
+        return self._drawn
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What was found when the source came to rest."""
+
+    source: Source
+    threads: tuple[Thread, ...]
+    descriptors: dict[int, Descriptor]
+
+
+def forked(pid: int, plan: ForkPlan, ours: Mapping[str, int] | None = None) -> AbstractContextManager[Child]:
+    """One fork of process `pid`; see `Holder.forked`."""
+    return Holder(pid, plan).forked(ours)
+
+
+@contextlib.contextmanager
+def _killed_on_failure(child: Child) -> Iterator[None]:
+    try:
+        yield
+    except Gone as error:
+        child.kill()
+        raise NotForkable("A fork was killed while it was set up") from error
+    except OSError as error:
+        child.kill()
+        raise NotForkable(f"A fork could not be set up: {error.strerror}") from error
+    except BaseException:
+        child.kill()
+        raise

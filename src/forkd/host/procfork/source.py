@@ -1,0 +1,209 @@
+"""The process that is forked. Its main thread makes calls for us, and goes on by itself whatever becomes of us."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from forkd.errors import NotForkable
+from forkd.host.process import SHORTAGES
+from forkd.host.procfork import ptrace
+from forkd.host.procfork.descriptors import Descriptor, same_file_candidates
+from forkd.host.procfork.mappings import advisable_ranges, code_ends, find_shared
+from forkd.host.procfork.program import DETOUR_BYTES, SYSCALL, Call, Detour, fits_detour
+from forkd.host.procfork.ptrace import Gone, Rseq
+from forkd.host.procfork.registers import (
+    NAMES,
+    Registers,
+    called_again,
+    find_tid_offset,
+    making_call,
+    returned,
+)
+from forkd.host.procfork.rest import Stopped, at_rest
+
+_THREAD_DESCRIPTOR_BYTES = 4096
+_MMAP, _MUNMAP, _MADVISE, _CLONE = 9, 11, 28, 56
+_DOFORK = 11
+_READ_WRITE, _PRIVATE_ANONYMOUS = 3, 0x22
+# The child of our source's parent, its thread id written where its C library looks for it.
+_FORK_FLAGS = signal.SIGCHLD | 0x8000 | 0x01000000 | 0x00200000  # CLONE_PARENT, CHILD_SETTID, CHILD_CLEARTID
+_READ_BYTES = 1 << 16
+_NEWBORN_DEADLINE_S = 0.1
+_AGAIN_AFTER_SIGNAL = 513  # ERESTARTNOINTR: the kernel has the call made again by itself
+_OPTIONS = ptrace.TRACE_FORK | ptrace.TRACE_SECCOMP | ptrace.TELL_CALLS
+
+
+@dataclass(frozen=True)
+class Thread:
+    tid: int
+    name: bytes
+    registers: Registers
+    extended: bytes = field(repr=False)
+    signal_mask: int
+    robust_list: int
+    rseq: Rseq | None
+    tid_address: int  # where its C library keeps its id
+
+
+class Source:
+    """A process at rest, traced by this thread."""
+
+    def __init__(self, stopped: Stopped, detour: Detour, memory: int, maps: str) -> None:
+        self.pid = stopped.pid
+        self.detour = detour
+        self._stopped = stopped
+        self._registers = ptrace.get_registers(self.pid)
+        ptrace.set_options(self.pid, _OPTIONS)
+        self._memory = memory
+        self._maps = maps
+
+    def call(self, number: int, *args: int) -> int:
+        """What the main thread's call returned; an error is negative."""
+        self._make_call(self.detour.call, number, args)
+        return returned(ptrace.get_registers(self.pid))
+
+    def write_memory(self, address: int, data: bytes) -> None:
+        if os.pwrite(self._memory, data, address) != len(data):
+            raise Gone
+
+    @contextlib.contextmanager
+    def scratch(self, size: int) -> Iterator[int]:
+        """Memory of its own for data of ours."""
+        address = self.call(_MMAP, 0, size, _READ_WRITE, _PRIVATE_ANONYMOUS, -1, 0)
+        if address < 0:
+            raise OSError(-address, os.strerror(-address))
+        try:
+            yield address
+        finally:
+            with contextlib.suppress(Gone):
+                if (value := self.call(_MUNMAP, address, size)) != 0:
+                    raise OSError(-value, os.strerror(-value))
+
+    def read_threads(self) -> tuple[Thread, ...]:
+        """The main thread first."""
+        registers = {tid: ptrace.get_registers(tid) for tid in self._stopped.tids}
+        registers[self.pid] = self._registers  # as they were before it made calls for us
+        places = {tid: each.get("fs_base") for tid, each in registers.items()}
+        offset = find_tid_offset(
+            {tid: os.pread(self._memory, _THREAD_DESCRIPTOR_BYTES, place) for tid, place in places.items()}
+        )
+        if offset is None:
+            raise NotForkable(f"Where process {self.pid} keeps the ids of its threads is not known")
+        return tuple(_read_thread(self.pid, tid, each, offset) for tid, each in registers.items())
+
+    def prepare(self) -> None:
+        """Refuse what a fork would share or lose; what the program keeps from its own forks is part of this one."""
+        if shared := find_shared(self._maps):
+            raise NotForkable(f"Process {self.pid} has memory that its fork would share: {shared}")
+        if _read(f"/proc/{self.pid}/timers"):
+            raise NotForkable(f"Process {self.pid} has a timer that a fork does not inherit")
+        for start, size in advisable_ranges(self._maps):
+            value = self.call(_MADVISE, start, size, _DOFORK)
+            if value not in (0, -errno.ENOMEM):  # holes are no harm
+                raise OSError(-value, os.strerror(-value))
+
+    def fork(self, main: Thread) -> int:
+        """The pid of a child that is stopped before its first instruction and traced by this thread."""
+        try:
+            stop = self._make_call(self.detour.fork, _CLONE, (_FORK_FLAGS, 0, 0, main.tid_address, 0))
+            while not stop.new_task and returned(ptrace.get_registers(self.pid)) == -_AGAIN_AFTER_SIGNAL:
+                stop = ptrace.make_call(self.pid, self._stopped.hold_signal)
+        except Gone:
+            # Killed while it was forked, and there may be a child already.
+            if newborn := ptrace.find_newborn(time.monotonic() + _NEWBORN_DEADLINE_S):
+                ptrace.end(newborn)
+            raise
+        if stop.new_task:
+            try:
+                # Out of the call: what that returns would spoil the next one.
+                ptrace.enter_or_leave_call(self.pid, self._stopped.hold_signal)
+            except BaseException:
+                ptrace.end(stop.new_task)
+                raise
+            return stop.new_task
+        error = -returned(ptrace.get_registers(self.pid))
+        raise NotForkable(f"Process {self.pid} could not be forked: {os.strerror(error)}", hint=_CLONE_HINTS.get(error))
+
+    def _make_call(self, at: int, number: int, args: tuple[int, ...]) -> ptrace.Stop:
+        ptrace.set_registers(self.pid, making_call(self._registers, at, number, args))
+        return ptrace.make_call(self.pid, self._stopped.hold_signal)
+
+
+_CLONE_HINTS = SHORTAGES | dict.fromkeys((errno.EPERM, errno.ENOSYS), "Its seccomp filter forbids it")
+
+
+@contextlib.contextmanager
+def held(pid: int, main_rests_in: frozenset[int]) -> Iterator[Source]:
+    """Let go when the block ends, from wherever its main thread then is. Raises NotForkable."""
+    with at_rest(pid, main_rests_in) as stopped, open(f"/proc/{pid}/mem", "r+b", buffering=0) as file:
+        maps, memory = _read(f"/proc/{pid}/maps").decode("utf-8", "replace"), file.fileno()
+        back = called_again(ptrace.get_registers(pid), in_duplicate=False)
+        if os.pread(memory, len(SYSCALL), back.get("rip")) != SYSCALL:
+            raise NotForkable(f"The main thread of process {pid} waits in no 64-bit system call")
+        detour = Detour(_find_room(pid, maps, memory), {name: back.get(name) for name in NAMES})
+        os.pwrite(memory, detour.render(), detour.base)
+        yield Source(stopped, detour, memory, maps)
+
+
+def make_calls(pid: int, calls: Sequence[Call], main_rests_in: frozenset[int]) -> None:
+    """Have the main thread of a process at rest make system calls. Raises NotForkable."""
+    with held(pid, main_rests_in) as source, source.scratch(max(4096, *(len(call.data) for call in calls))) as scratch:
+        for call in calls:
+            source.write_memory(scratch, call.placed_data(scratch))
+            if failed := call.find_failure(source.call(call.number, *call.placed_args(scratch))):
+                raise NotForkable(f"Process {pid} could not be set up: {failed}")
+
+
+def _find_room(pid: int, maps: str, memory: int) -> int:
+    for end in code_ends(maps):
+        base = end - DETOUR_BYTES
+        if fits_detour(os.pread(memory, DETOUR_BYTES, base)):
+            return base
+    raise NotForkable(f"The code of process {pid} has no room for {DETOUR_BYTES} bytes of ours")
+
+
+def _read_thread(pid: int, tid: int, registers: Registers, tid_offset: int) -> Thread:
+    return Thread(
+        tid=tid,
+        name=_read(f"/proc/{pid}/task/{tid}/comm").rstrip(b"\n"),
+        registers=registers,
+        # A fork inherits the main thread's.
+        extended=b"" if tid == pid else ptrace.get_extended(tid),
+        signal_mask=ptrace.get_signal_mask(tid),
+        robust_list=ptrace.get_robust_list(tid),
+        rseq=ptrace.find_rseq(tid),
+        tid_address=registers.get("fs_base") + tid_offset,
+    )
+
+
+def read_descriptors(pid: int) -> dict[int, Descriptor]:
+    descriptors = {}
+    for number in sorted(map(int, os.listdir(f"/proc/{pid}/fd"))):
+        place = f"/proc/{pid}/fd/{number}"
+        link, info = os.readlink(place), _read(f"/proc/{pid}/fdinfo/{number}")
+        mode = os.stat(place).st_mode if link.startswith("/") else 0
+        descriptors[number] = Descriptor(number, link, info.decode("utf-8", "replace"), mode=mode)
+    for numbers in same_file_candidates(descriptors.values()):
+        for index, number in enumerate(numbers):
+            first = next((one for one in numbers[:index] if ptrace.is_same_file(pid, one, number)), None)
+            if first is not None:
+                descriptors[number] = replace(descriptors[number], alias_of=first)
+    return descriptors
+
+
+def _read(path: str) -> bytes:
+    """All of it; the source stands still meanwhile, and a file object costs as much as the reading."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        chunks = []
+        while chunk := os.read(fd, _READ_BYTES):
+            chunks.append(chunk)
+        return b"".join(chunks)
+    finally:
+        os.close(fd)

@@ -1,0 +1,261 @@
+"""A fork that fails on its way leaves nothing: no process, no thread that stands still, no exit status taken away."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from procfork_cases import (
+    PLAN,
+    Subject,
+    children,
+    compiled,
+    counted_calls,
+    elsewhere,
+    forked_from,
+    limit,
+    planned,
+    python_started,
+    reap_all_but,
+    refusal_of,
+    started,
+    wait_until,
+)
+
+from forkd.errors import NotForkable
+from forkd.host.procfork.blueprint import ForkPlan
+from forkd.host.procfork.child import Child, Holder
+from forkd.host.procfork.descriptors import Keep
+from forkd.host.procfork.program import Call
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+# Nobody else's, so that only what is started here counts.
+_USER = 64999
+_GETPPID = 110
+
+
+@pytest.fixture
+def source() -> Iterator[Subject]:
+    with python_started() as subject:
+        assert subject.eval("1") == 1
+        assert subject.descriptors() == [0, 1, 2]
+        yield subject
+
+
+@pytest.mark.parametrize("free", range(4))
+def test_a_fork_that_may_not_open_enough_is_refused_with_a_hint(source: Subject, free: int) -> None:
+    """Two for what the others come through, and these: the control, and the one file that both outputs are."""
+    used = source.eval("os.eventfd(5)") + 1
+    limit(source.pid, resource.RLIMIT_NOFILE, used + free)
+    refusal = refusal_of(source)
+    assert refusal.hint == "Raise ulimit -n"
+    limit(source.pid, resource.RLIMIT_NOFILE, used + 4)
+    with forked_from(source) as child:
+        assert child.eval("os.eventfd_read(3)") == 5
+
+
+def test_a_fork_without_ours_needs_room_for_one_descriptor(source: Subject) -> None:
+    source.ask("os.eventfd(5)")
+    plan = ForkPlan(lambda each: Keep() if each.number < 3 else None)
+    limit(source.pid, resource.RLIMIT_NOFILE, 4)
+    assert refusal_of(source, plan).hint == "Raise ulimit -n"
+
+
+def test_a_fork_beyond_the_number_of_processes_of_its_user_is_refused_with_a_hint() -> None:
+    def allow(most: int) -> None:
+        assert run.run(f"limit({source.pid}, {resource.RLIMIT_NPROC}, {most})", user=_USER).status == 0
+
+    with started(compiled("threads"), "3", user=_USER) as source, elsewhere() as run:
+        assert len(source.ask("check").splitlines()) == 3
+        tasks = len(source.tids())
+        # None at all; its process and no thread; all threads but one.
+        for most in (1, tasks + 1, 2 * tasks - 1):
+            allow(most)
+            refusal = refusal_of(source, ping="main", pong="0 999 1")
+            assert "ulimit -u" in (refusal.hint or ""), refusal.message
+        allow(2 * tasks)
+        with forked_from(source) as child:
+            assert len(child.ask("check").splitlines()) == 3
+
+
+def test_one_who_forks_and_can_open_no_more_is_refused_and_the_source_runs_on(source: Subject) -> None:
+    source.ask("[threading.Thread(target=threading.Event().wait, daemon=True).start() for _ in range(2)]")
+    with elsewhere() as run:
+        others, refusals = children(), 0
+        for most in range(3, 40):
+            ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with ours:
+                with its:
+                    code = (
+                        f"soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]\n"
+                        f"limit(os.getpid(), resource.RLIMIT_NOFILE, {most})\n"
+                        f"try: fork_once({source.pid}, fds[0])\n"
+                        "finally:\n"
+                        "    limit(os.getpid(), resource.RLIMIT_NOFILE, soft)\n"
+                        f"    assert Subject({source.pid}, socket.socket()).is_free()"
+                    )
+                    outcome = run.run(code, its.fileno())
+                if outcome.status == 0:
+                    assert Subject(0, ours).eval("6 * 7") == 42
+                    break
+            assert "Too many open files" in outcome.refusal.message
+            refusals += 1
+            # A child is ours, as the source is, and we are told how it ended.
+            assert {*reap_all_but(others).values()} <= {signal.SIGKILL}
+            assert source.eval("6 * 7") == 42
+        assert refusals > 3
+        reap_all_but(others)  # the one fork, which has nobody to talk to
+
+
+def test_a_call_of_the_set_up_that_fails_is_named(source: Subject) -> None:
+    plan = planned(set_up=[Call(_GETPPID, (), returns=1, what="look for its parent")])
+    assert f"look for its parent: returned {os.getpid()}, not 1" in refusal_of(source, plan).message
+    plan = planned(set_up=[Call(3, (999,), what="close what is not open")])
+    assert "close what is not open: Bad file descriptor" in refusal_of(source, plan).message
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), OSError(5, "mine")])
+def test_a_block_that_fails_leaves_no_child(source: Subject, error: BaseException, keep: bool) -> None:
+    def fail(child: Child) -> None:
+        assert child.pid in children()
+        raise error
+
+    before = children()
+    holder = Holder(source.pid, PLAN)
+    try:
+        with pytest.raises((type(error), NotForkable)), forked_from(holder, keep=keep, before=fail):
+            pass
+        assert children() == before
+    finally:
+        holder.release()
+    assert source.is_free()
+    assert source.eval("6 * 7") == 42
+    with forked_from(source) as child:
+        assert child.eval("6 * 7") == 42
+
+
+def test_ours_must_be_given(source: Subject) -> None:
+    before = children()
+    with pytest.raises(KeyError), Holder(source.pid, PLAN).forked({}):
+        pass
+    assert children() == before
+    assert source.is_free()
+    assert source.eval("6 * 7") == 42
+
+
+@contextlib.contextmanager
+def killed_source() -> Iterator[Subject]:
+    with started(compiled("threads"), "2") as source:
+        assert source.ask("main") == "0 999 1"
+        yield source
+        # Its parent is still told how it ended.
+        ended = os.waitid(os.P_PID, source.pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        assert (ended.si_code, ended.si_status) == (os.CLD_KILLED, signal.SIGKILL)
+
+
+def kill(pid: int) -> None:
+    """And wait until it is over, but for its threads that we trace."""
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 1
+    while time.monotonic() < deadline:
+        with open(f"/proc/{pid}/stat") as file:
+            if file.read().rpartition(")")[2].split()[0] in "ZX":
+                return
+
+
+def test_a_source_that_is_killed_at_whatever_step_is_refused_or_was_forked() -> None:
+    step = refused = 0
+    while True:
+        step += 1
+        before = children()
+        with killed_source() as source, contextlib.ExitStack() as stack:
+            with counted_calls(step, lambda source=source: kill(source.pid)) as names:
+                try:
+                    child = stack.enter_context(forked_from(source))
+                except NotForkable:
+                    refused += 1
+                    assert children() == sorted([*before, source.pid]), names[-3:]
+                else:
+                    assert len(child.ask("check").splitlines()) == 2
+            os.kill(source.pid, signal.SIGKILL)
+        if len(names) < step:
+            break
+    assert 40 < refused < step
+
+
+def test_a_fork_that_is_killed_at_whatever_step_is_refused_and_the_source_runs_on() -> None:
+    with started(compiled("threads"), "2") as source:
+        assert source.ask("main") == "0 999 1"
+        before = children()
+
+        def kill_fork() -> None:
+            for pid in children():
+                if pid not in before:
+                    kill(pid)
+
+        step = refused = 0
+        while True:
+            step += 1
+            with counted_calls(step, kill_fork) as names:
+                try:
+                    with forked_from(source):
+                        pass
+                except NotForkable:
+                    refused += 1
+            assert children() == before, names[-3:]
+            assert source.is_free()
+            assert len(source.ask("check").splitlines()) == 2
+            if len(names) < step:
+                break
+        assert 40 < refused < step
+
+
+@pytest.mark.parametrize("when", ["held", "released"])
+def test_a_killed_source_that_was_started_by_another_is_over_for_its_parent_at_once(when: str) -> None:
+    code = (
+        "import subprocess, sys\n"
+        "process = subprocess.Popen(sys.argv[1:], stdin=0, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+        "print(process.pid, flush=True)\n"
+        "print(process.wait(), flush=True)\n"
+    )
+    command = [sys.executable, "-I", "-S", "-c", code, str(compiled("threads")), "3"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        plan = ForkPlan(lambda each: Keep() if each.number < 3 else None)
+        holder = Holder(pid, plan)
+        try:
+            wait_until(lambda: len(os.listdir(f"/proc/{pid}/task")) == 5)
+            with pytest.raises(ValueError), holder.forked(keep=True):
+                raise ValueError
+            kill(pid)
+            if when == "held":
+                with pytest.raises(NotForkable), holder.forked(keep=True):
+                    pass
+            else:
+                with contextlib.suppress(NotForkable):
+                    holder.release()
+            assert parent.stdout.readline() == "-9\n"
+        finally:
+            parent.kill()
+
+
+def test_a_killed_source_can_be_released_as_often_as_one_likes(source: Subject) -> None:
+    holder = Holder(source.pid, PLAN)
+    with forked_from(holder, keep=True) as child:
+        kill(source.pid)
+        holder.release()
+        holder.release()
+        assert source.state() == "Z"
+        assert child.eval("6 * 7") == 42

@@ -1,0 +1,222 @@
+"""A process is forked with all its threads: each goes on where it was, in the source and in the fork."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from procfork_cases import (
+    Subject,
+    children,
+    compiled,
+    counted_calls,
+    forked_from,
+    python_started,
+    started,
+    wait_until,
+)
+
+from forkd.errors import NotForkable
+from forkd.host.procfork import ptrace
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+_WORKERS = 8
+
+
+@pytest.fixture
+def source() -> Iterator[Subject]:
+    with started(compiled("threads")) as subject:
+        check(subject)  # all of them are there
+        yield subject
+
+
+@dataclass(frozen=True)
+class Report:
+    tid: int
+    pid: int
+    local: int
+    changed_registers: int
+    rounds_as_it_did: bool
+    is_itself: bool
+    mask: int
+    name: str
+    robust_failures: int
+
+
+def check(subject: Subject) -> dict[int, Report]:
+    """Each worker is woken, looks at itself and waits again."""
+    found = {}
+    for line in subject.ask("check").splitlines():
+        index, tid, pid, local, changed, rounds, itself, mask, name, robust = line.split()
+        numbers = (int(tid), int(pid), int(local), int(changed), rounds == "1", itself == "1", int(mask, 16))
+        found[int(index)] = Report(*numbers, name, int(robust))
+    return found
+
+
+def assert_sound(subject: Subject) -> dict[int, Report]:
+    reports = check(subject)
+    tids = {index: report.tid for index, report in reports.items()}
+    assert reports == {
+        index: Report(
+            tid, subject.pid, 1000 + index, 0, True, True, 1 << signal.SIGRTMIN + index - 1, f"worker-{index}", 0
+        )
+        for index, tid in tids.items()
+    }
+    assert len({*tids.values(), subject.pid}) == len(tids) + 1
+    assert {*tids.values(), subject.pid} < {*subject.tids()}
+    assert subject.ask("main") == "0 999 1"
+    return reports
+
+
+def test_every_thread_goes_on_with_its_registers_name_mask_and_thread_local_values(source: Subject) -> None:
+    with forked_from(source) as child:
+        assert len(assert_sound(child)) == len(assert_sound(source)) == _WORKERS
+        assert not {*child.tids()} & {*source.tids()}
+        names = [[(_read(f"/proc/{one.pid}/task/{tid}/comm")) for tid in one.tids()] for one in (child, source)]
+        assert sorted(names[0]) == sorted(names[1])
+
+
+def test_a_fork_knows_its_own_ids_and_is_a_child_of_the_sources_parent(source: Subject) -> None:
+    with forked_from(source) as child:
+        assert child.ask("ids") == f"{child.pid} {child.pid} {os.getpid()}"
+        assert source.ask("ids") == f"{source.pid} {source.pid} {os.getpid()}"
+
+
+def test_pthread_kill_in_a_fork_reaches_the_forks_thread(source: Subject) -> None:
+    with forked_from(source) as child:
+        for index in range(_WORKERS):
+            assert child.ask(f"kill {index}") == f"0 {check(child)[index].tid}"
+        assert (source.ask("signals"), child.ask("signals")) == ("0", str(_WORKERS))
+        assert source.ask("kill 3") == f"0 {check(source)[3].tid}"
+        assert_sound(child)
+
+
+def test_threads_of_source_and_fork_end_and_are_joined_and_new_ones_are_made(source: Subject) -> None:
+    with forked_from(source) as child:
+        for one in (child, source):
+            assert [one.ask(f"end {index}") for index in range(3)] == [f"0 {2000 + index}" for index in range(3)]
+            failed, tid = one.ask("new").split()
+            assert failed == "0"
+            assert int(tid) > 0
+            assert len(assert_sound(one)) == _WORKERS - 3
+            wait_until(lambda one=one: len(one.tids()) == _WORKERS - 3 + 2)
+
+
+def test_a_robust_mutex_tells_that_its_owner_died(source: Subject) -> None:
+    with forked_from(source) as child:
+        for one in (child, source):
+            assert one.ask("end-with-lock 1") == "EOWNERDEAD 0"
+            assert one.ask("end-with-lock 2") == "EOWNERDEAD 0"
+            assert_sound(one)
+
+
+def test_forks_of_forks_are_as_sound_as_their_source(source: Subject) -> None:
+    with contextlib.ExitStack() as stack:
+        line = [source]
+        for _ in range(4):
+            line.append(stack.enter_context(forked_from(line[-1])))
+            line.append(stack.enter_context(forked_from(source)))
+        for one in line:
+            assert len(assert_sound(one)) == _WORKERS
+
+
+def test_a_fork_has_the_memory_map_of_its_source_and_the_source_the_one_it_had(source: Subject) -> None:
+    before = source.maps()
+    with forked_from(source) as child:
+        assert child.maps() == before
+        assert source.maps() == before
+
+
+# What is left of these limits only the kernel knows, once they went on by themselves: in a later fork they end as by a
+# signal.
+_RELATIVE = {"poll", "nanosleep", "futex", "main"}
+
+
+def test_each_way_to_wait_goes_on_in_source_and_fork_as_if_nothing_had_been() -> None:
+    def read(subject: Subject, interrupted: set[str]) -> dict[str, int]:
+        """How often each has ended as it should; none in another way."""
+        rows = [line.split() for line in subject.ask("report").splitlines()]
+        wrong = {name: (int(bad), int(number)) for name, _, bad, number in rows if bad != "0"}
+        assert wrong == {name: (1, errno.EINTR) for name in wrong if name in interrupted}
+        return {name: int(good) for name, good, _, _ in rows}
+
+    def assert_goes_on(subject: Subject, interrupted: set[str]) -> None:
+        since = read(subject, interrupted)
+
+        def has_moved() -> bool:
+            now = read(subject, interrupted)
+            return all(now[name] > since[name] + 1 for name in since if not name.endswith("-for-ever"))
+
+        wait_until(has_moved, every_s=0.1)  # longer than the limit of the wait for a question
+
+    with started(compiled("waits")) as source:
+        assert_goes_on(source, set())
+        for _ in range(6):
+            with forked_from(source) as child:
+                assert_goes_on(child, _RELATIVE)
+                assert_goes_on(source, set())
+
+
+def test_a_wait_that_only_the_kernel_can_go_on_with_ends_in_a_fork_as_by_a_signal() -> None:
+    with python_started() as source:
+        source.ask(
+            "import struct\nresults = []\ndef sleep():\n"
+            "    value = libc.nanosleep(struct.pack('qq', 3, 0), None)\n"
+            "    results.append((value, ctypes.get_errno() if value else 0))\n"
+            "sleeper = threading.Thread(target=sleep, daemon=True)\nsleeper.start()"
+        )
+        with forked_from(source):
+            pass  # from now on the source's thread is in restart_syscall(2)
+        with forked_from(source) as child:
+            wait_until(lambda: child.eval("results"))
+            assert child.eval("results") == [(-1, errno.EINTR)]
+            assert source.eval("results") == []
+            wait_until(lambda: source.eval("results") == [(0, 0)], every_s=0.05)
+
+
+@pytest.mark.parametrize("to", ["process", "thread"])
+def test_a_signal_at_whatever_step_reaches_the_source_once_and_never_the_fork(to: str) -> None:
+    with started(compiled("threads"), "2") as source:
+        tid = check(source)[1].tid if to == "thread" else source.pid
+        step, forks = 0, 0
+        while True:
+            step += 1
+            before = source.ask("signals")
+            with counted_calls(step, lambda: ptrace.send_signal(source.pid, tid, signal.SIGUSR1)) as names:
+                with contextlib.suppress(NotForkable), forked_from(source) as child:
+                    forks += 1
+                    assert int(child.ask("signals")) <= int(before) + 1
+                    assert len(check(child)) == 2
+            if len(names) < step:
+                break
+            wait_until(lambda before=before: int(source.ask("signals")) == int(before) + 1)
+            assert len(assert_sound(source)) == 2
+        assert forks > step // 2
+
+
+@pytest.mark.parametrize("what", ["threads", "processes"])
+def test_a_source_that_makes_threads_or_processes_all_the_time_is_not_harmed(what: str) -> None:
+    with started(compiled("churn"), what) as source:
+        before = children()
+        for number in range(60):
+            try:
+                with forked_from(source) as child:
+                    assert child.ask(f"child {number}") == f"child {number}"
+            except NotForkable as error:
+                # A thread that ends meanwhile is no reason.
+                assert re.search("did not come to rest|just sent a signal", error.message), error.message
+            assert source.ask(f"source {number}") == f"source {number}"
+            assert children() == before
+        wait_until(source.is_free)
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
