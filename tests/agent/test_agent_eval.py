@@ -5,12 +5,25 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rehearsed import Guest
 
 from forkd.errors import AgentError, InvalidInput
 from forkd.guest.calls import Agent
+
+
+async def until(condition: Callable[[], bool], within_s: float = 15.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def wait_for(path: Path) -> str:
+    """Code that takes until the file is there."""
+    return f"import os, time\nwhile not os.path.exists('{path}'): time.sleep(0.01)"
 
 
 def test_the_agent_says_who_it_is(guest: Guest) -> None:
@@ -209,8 +222,9 @@ def test_the_death_of_the_interpreter_is_a_result(
 
 def test_an_interpreter_that_dies_between_calls_is_replaced(guest: Guest) -> None:
     async def body(agent: Agent) -> None:
+        pid = (await agent.ping()).interpreter_pid
         await agent.eval("import os, threading; threading.Timer(0.05, os._exit, [1]).start()")
-        await asyncio.sleep(0.3)
+        await until(lambda: not Path(f"/proc/{pid}").exists())  # the agent has seen it die
         assert (await agent.eval("1 + 1")).value == 2
 
     guest.run(body)
@@ -234,13 +248,14 @@ def test_user_code_that_writes_into_the_agents_pipe_loses_its_interpreter_and_no
     guest.run(body)
 
 
-def test_calls_are_served_in_order_and_the_queue_is_bounded(guest: Guest) -> None:
+def test_calls_are_served_in_order_and_the_queue_is_bounded(guest: Guest, tmp_path: Path) -> None:
     async def body(agent: Agent) -> None:
-        await agent.eval("import time\nseen = []")
-        first = asyncio.create_task(agent.eval("time.sleep(0.3)"))
-        results = await asyncio.gather(
-            *(agent.eval(f"seen.append({n}) or {n}") for n in range(40)), return_exceptions=True
-        )
+        await agent.eval("seen = []")
+        first = asyncio.create_task(agent.eval(wait_for(tmp_path / "go")))
+        calls = [asyncio.create_task(agent.eval(f"seen.append({n}) or {n}")) for n in range(40)]
+        await until(lambda: sum(call.done() for call in calls) >= 8)
+        (tmp_path / "go").touch()
+        results = await asyncio.gather(*calls, return_exceptions=True)
         refused = [result for result in results if isinstance(result, AgentError)]
         assert len(refused) == 8 and {error.code for error in refused} == {"busy"}
         assert (await agent.eval("seen")).value == list(range(32))
@@ -249,12 +264,13 @@ def test_calls_are_served_in_order_and_the_queue_is_bounded(guest: Guest) -> Non
     guest.run(body)
 
 
-def test_a_deadline_counts_from_the_call_not_from_its_turn(guest: Guest) -> None:
+def test_a_deadline_counts_from_the_call_not_from_its_turn(guest: Guest, tmp_path: Path) -> None:
     async def body(agent: Agent) -> None:
-        first = asyncio.create_task(agent.eval("import time; time.sleep(0.5)"))
-        await asyncio.sleep(0.05)
+        first = asyncio.create_task(agent.eval(wait_for(tmp_path / "go")))
+        await asyncio.sleep(0)  # it is on its way, before the second
         second = await agent.eval("ran = True", timeout_s=0.1)
         assert second.timed_out and not second.ok
+        (tmp_path / "go").touch()
         assert (await first).ok
         assert (await agent.eval("'ran' in globals()")).value is False
 
@@ -273,10 +289,12 @@ def test_a_cancelled_call_is_interrupted_in_the_guest(guest: Guest) -> None:
     guest.run(body)
 
 
-def test_what_background_code_prints_between_calls_is_dropped(guest: Guest) -> None:
+def test_what_background_code_prints_between_calls_is_dropped(guest: Guest, tmp_path: Path) -> None:
     async def body(agent: Agent) -> None:
-        await agent.eval("import threading; threading.Timer(0.1, print, ['late']).start()")
-        await asyncio.sleep(0.3)
+        print_late = f"def late(): print('late', flush=True); open('{tmp_path}/printed', 'w').close()"
+        await agent.eval(f"import threading\n{print_late}\nthreading.Timer(0.1, late).start()")
+        await until((tmp_path / "printed").exists)
+        await agent.ping()  # by the time it has answered, the agent has read what was printed before
         assert (await agent.eval("1")).stdout == b""
 
     guest.run(body)

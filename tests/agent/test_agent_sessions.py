@@ -222,10 +222,13 @@ def test_an_idle_agent_sleeps(guest: Guest) -> None:
     async def body(agent: Agent) -> None:
         await agent.eval("1")
         info = await agent.ping()
-        await asyncio.sleep(0.1)
-        before = [context_switches(pid) for pid in (info.pid, info.interpreter_pid)]
-        await asyncio.sleep(0.5)
-        assert [context_switches(pid) for pid in (info.pid, info.interpreter_pid)] == before
+        # How long it takes to come to rest is the machine's affair; one that polls never does.
+        async with asyncio.timeout(10):
+            before, after = [""], ["?"]
+            while after != before:
+                before = [context_switches(pid) for pid in (info.pid, info.interpreter_pid)]
+                await asyncio.sleep(0.5)
+                after = [context_switches(pid) for pid in (info.pid, info.interpreter_pid)]
 
     guest.run(body)
 

@@ -20,10 +20,12 @@ _READY_S = 60
 _OWNER = """
 import asyncio, pickle, sys
 from pathlib import Path
+sys.path.append(sys.argv[2])
+from live_fork_cases import fork_live
 from forkd.runtime.engines import FakeEngine, FirecrackerEngine, QemuEngine
 from forkd.runtime.spawn import fork_one, new_identities
 run = Path(sys.argv[1])
-isolation, frozen, outlive, code, pause, boot = pickle.loads(sys.stdin.buffer.read())
+isolation, frozen, outlive, code, pause, boot, live = pickle.loads(sys.stdin.buffer.read())
 ENGINES = {
     "none": lambda: FakeEngine(outlive=outlive),
     "qemu-tcg": lambda: QemuEngine("tcg", outlive=outlive),
@@ -40,6 +42,8 @@ async def main():
     child = await fork_one(engine, frozen, new_identities(1)[0], run)
     if code:
         await child.agent.eval(code)
+    if live:
+        child = await fork_live(engine, child.machine, run)
     if pause:
         await child.machine.pause()
     print(child.id, flush=True)
@@ -58,13 +62,24 @@ class Case:
 
 @contextmanager
 def left_behind(
-    case: Case, run: Path, *, outlive: bool = True, code: str = "", pause: bool = False, boot: bool = False
+    case: Case,
+    run: Path,
+    *,
+    outlive: bool = True,
+    code: str = "",
+    pause: bool = False,
+    boot: bool = False,
+    live: bool = False,
 ) -> Iterator[Path]:
-    """The directory of a fork (or a booted parent) whose owner was killed with SIGKILL; all is gone at the end."""
-    owner = subprocess.Popen([sys.executable, "-c", _OWNER, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    """The directory of a fork (or a booted parent) whose owner was killed with SIGKILL; all is gone at the end.
+
+    `live`: of the fork of a live VM, which is left behind too.
+    """
+    command = [sys.executable, "-c", _OWNER, str(run), str(Path(__file__).parent)]
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert owner.stdin is not None and owner.stdout is not None
-        owner.stdin.write(pickle.dumps((case.engine.isolation, case.frozen, outlive, code, pause, boot)))
+        owner.stdin.write(pickle.dumps((case.engine.isolation, case.frozen, outlive, code, pause, boot, live)))
         owner.stdin.close()
         directory = run / owner.stdout.readline().decode().strip()
         assert directory != run, "the owner failed"

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from engine_cases import Case, left_behind
+from live_fork_cases import fork_live, value_of
 
 from forkd.engines.base import ExitReason, Machine
-from forkd.errors import ChannelClosed, EngineFailed, GuestDied, GuestTimeout
+from forkd.engines.qemu.engine import QemuEngine
+from forkd.errors import ChannelClosed, EngineFailed, GuestDied, GuestTimeout, NotForkable
 from forkd.guest.calls import Agent
 from forkd.host.marked import Marked, find_marked
 from forkd.host.memory import start_time_ticks
@@ -52,7 +54,8 @@ def test_a_vm_process_sees_nothing_of_our_environment(
             names = {entry.partition("=")[0] for entry in (*environ, *_environ(child.machine.pid)) if entry}
         finally:
             await child.kill()
-        assert f"FORKD_VM={run_directory}/sb-1" in environ
+        # Slashes behind it are room for the marks of forks.
+        assert f"FORKD_VM={run_directory}/sb-1" in [entry.rstrip("/") for entry in environ]
         assert names <= {"FORKD_VM", "PATH", "HOME", "LANG", "TMPDIR", "PWD", "SHLVL", "_", "OLDPWD"}
 
     asyncio.run(body())
@@ -239,10 +242,91 @@ def test_a_fork_that_was_not_told_to_outlive_its_owner_and_every_parent_die_with
     case: Case, run_directory: Path, outlive: bool, boot: bool
 ) -> None:
     with left_behind(case, run_directory, outlive=outlive, boot=boot):
-        deadline = time.monotonic() + 10
-        while find_marked(run_directory) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        _wait_until_none(run_directory)
+
+
+# Forks of live machines
+
+
+@pytest.fixture
+def live(case: Case) -> Case:
+    if why := case.engine.why_no_live_forks():
+        pytest.skip(why)
+    return case
+
+
+def test_a_live_fork_that_was_not_told_to_outlive_its_owner_dies_with_it(live: Case, run_directory: Path) -> None:
+    with left_behind(live, run_directory, outlive=False, live=True):
+        _wait_until_none(run_directory)
+
+
+def test_a_live_fork_whose_owner_was_killed_is_adopted_and_goes_on_as_does_its_source(
+    live: Case, run_directory: Path
+) -> None:
+    async def body(directory: Path) -> None:
+        left = find_marked(run_directory)
+        assert len(left) == 2 and directory in left
+        for each, leader in left.items():
+            machine = await live.engine.adopt(each, leader)
+            agent = await Agent.connect(await machine.connect())
+            try:
+                assert (await agent.eval("kept")).value == 42
+                await machine.pause()
+                await machine.resume()
+                assert (await agent.eval("__import__('socket').gethostname()")).value == each.name
+            finally:
+                agent.close()
+                await machine.kill()
         assert find_marked(run_directory) == {}
+
+    with left_behind(live, run_directory, code=KEPT, live=True) as directory:
+        asyncio.run(body(directory))
+
+
+@pytest.mark.parametrize("live_fork", [False, True], ids=["a fork", "a live fork"])
+def test_an_adopted_vm_can_be_forked(live: Case, run_directory: Path, live_fork: bool) -> None:
+    async def body(directory: Path) -> None:
+        assert isinstance(live.engine, QemuEngine)
+        lasting = QemuEngine("tcg", outlive=True)
+        machine = await lasting.adopt(directory)
+        agent = await Agent.connect(await machine.connect())
+        try:
+            fork = await fork_live(lasting, machine, run_directory)
+            try:
+                await agent.eval("kept = 0")
+                assert await value_of(fork, "kept") == 42
+                again = await fork_live(lasting, fork.machine, run_directory)
+                assert await value_of(again, "kept") == 42
+                await again.kill()
+                assert (await again.machine.death).reason is ExitReason.KILLED
+            finally:
+                await fork.kill()
+            assert (await agent.eval("kept")).value == 0
+        finally:
+            agent.close()
+            await machine.kill()
+
+    with left_behind(live, run_directory, code=KEPT, live=live_fork) as directory:
+        asyncio.run(body(directory))
+
+
+def test_a_fork_that_is_to_die_with_us_cannot_be_made_of_what_is_not_our_child(live: Case, run_directory: Path) -> None:
+    """It would be the child of whoever adopted its source from the dead, and outlive us."""
+
+    async def body(directory: Path) -> None:
+        machine = await live.engine.adopt(directory)
+        agent = await Agent.connect(await machine.connect())
+        try:
+            with pytest.raises(NotForkable, match="look for its parent"):
+                await live.engine.fork_live(machine, run_directory / "sb-mortal")
+            assert find_marked(run_directory).keys() == {directory}
+            assert (await agent.eval("kept")).value == 42
+        finally:
+            agent.close()
+            await machine.kill()
+
+    with left_behind(live, run_directory, code=KEPT) as directory:
+        asyncio.run(body(directory))
 
 
 def _environ(pid: int) -> list[str]:
@@ -251,6 +335,13 @@ def _environ(pid: int) -> list[str]:
 
 async def _adopted(case: Case, directory: Path, known: Marked | None = None) -> Machine:
     return await case.engine.adopt(directory, known)
+
+
+def _wait_until_none(run: Path) -> None:
+    deadline = time.monotonic() + 10
+    while find_marked(run) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert find_marked(run) == {}
 
 
 def _wait_until_over(pid: int) -> None:

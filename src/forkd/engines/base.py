@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from forkd.errors import SnapshotIncompatible
+from forkd.errors import SnapshotIncompatible, Unsupported
 from forkd.host.marked import Marked
 from forkd.model.limits import NO_LIMITS, Limits
 from forkd.model.machine import MachineSpec
+from forkd.model.sandbox import Way as Way
 
 CONSOLE_TAIL_BYTES = 4096
 
@@ -41,6 +42,7 @@ class Frozen:
     directory: Path
     boot: BootSpec
     platform: Mapping[str, str]
+    rehearsal: str | None = None  # what a template of it evaluates, so that its forks find that warm
 
 
 class ExitReason(enum.Enum):
@@ -65,6 +67,9 @@ class Phases:
 
     begun: float
     steps: dict[str, float] = field(default_factory=dict)
+    way: Way = Way.START
+    # How long the source of a live fork stood still.
+    pause_s: float | None = None
 
     def mark(self, step: str, at: float) -> None:
         self.steps[step] = at
@@ -125,11 +130,61 @@ class Engine(Protocol):
     async def fork(self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
         """Start one child. The caller bounds how many start at once. Raises Unsupported for a limit that cannot be."""
 
+    def why_no_live_forks(self) -> str | None:
+        """Why `template` and `fork_live` raise Unsupported on this host; None where they work."""
+
+    async def template(self, frozen: Frozen, directory: Path) -> Machine:
+        """A child whose guest runs and which is only there to be forked, by `fork_live`. It dies with us."""
+
+    async def fork_live(
+        self,
+        source: Machine,
+        directory: Path,
+        limits: Limits = NO_LIMITS,
+        *,
+        settled: bool = False,
+        paused: bool = False,
+    ) -> Machine:
+        """A new VM at the same instant of memory and disk as a live one, which goes on (or stays paused).
+
+        The fork goes on in the stream of its source's agent, with us at the other end. `settled`: of a paused source
+        whose agent prepared for a freeze, so that nothing is under way in that stream. Otherwise a frame may be half
+        sent, and the first thing to send is `wire.agent.padding()`, which completes it; where the source had no client
+        just then, a hello, which is repeated. `paused`: the fork does not run yet. Raises NotForkable, and the source
+        is as it was; Unsupported where the engine cannot.
+        """
+
     async def adopt(self, directory: Path, leader: Marked | None = None) -> Machine:
         """Take over a VM that another process left in `directory`. `leader` saves the search where it is known already.
 
         Raises GuestDied when its process is gone, EngineFailed when it does not answer; the VM is then as it was.
         """
+
+
+class WithoutLiveForks:
+    """Of an engine that cannot fork a live VM yet."""
+
+    name: str
+
+    def why_no_live_forks(self) -> str | None:
+        return f"the engine {self.name} cannot do it yet"
+
+    async def template(self, frozen: Frozen, directory: Path) -> Machine:
+        raise self._unsupported()
+
+    async def fork_live(
+        self,
+        source: Machine,
+        directory: Path,
+        limits: Limits = NO_LIMITS,
+        *,
+        settled: bool = False,
+        paused: bool = False,
+    ) -> Machine:
+        raise self._unsupported()
+
+    def _unsupported(self) -> Unsupported:
+        return Unsupported(f"The engine {self.name} cannot fork a live VM yet", hint="Use the engine qemu")
 
 
 def check_same(what: str, wanted: str | None, found: str | None) -> None:

@@ -17,14 +17,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from forkd.engines.base import BootSpec, ExitReason, Frozen, Machine, Phases, check_same
+from forkd.engines.base import BootSpec, ExitReason, Frozen, Machine, Phases, WithoutLiveForks, check_same
 from forkd.engines.cpu_template import refuse_cpu_template
 from forkd.engines.machine import CONSOLE, ProcessMachine, found_process, grouped, made_directory
 from forkd.engines.sockets import AGENT_SOCKET, connected_socket, listening_socket, reach
 from forkd.errors import EngineFailed
 from forkd.host.cgroup import find_group
 from forkd.host.marked import Marked, is_stopped, kill_marked, render_environment
-from forkd.host.memory import start_time_ticks
 from forkd.host.process import ExitStatus, children_of, spawn
 from forkd.host.threads import in_thread
 from forkd.model.limits import NO_LIMITS, Limits
@@ -68,18 +67,14 @@ class FakeMachine(ProcessMachine):
         shutil.copyfile(self._directory / _JOURNAL, into / _JOURNAL)
 
     async def _end_process(self) -> None:
-        was_alive = not self._process.exited.done()
-        if was_alive:
-            # Stopped first, so that it starts nothing while we look; it adopts its orphans, so this is all there is.
-            self._process.send_signal(signal.SIGSTOP)
-            for pid in _descendants(self.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            was_alive = start_time_ticks(self.pid) is not None
+        # Stopped first, so that it starts nothing while we look; it adopts its orphans.
+        self._process.send_signal(signal.SIGSTOP)
+        for pid in _descendants(self.pid) if not self._process.exited.done() else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         await super()._end_process()
-        if not was_alive:
-            # What it left behind has another parent by now; only the mark tells whose it is.
-            await in_thread(lambda: kill_marked(self._directory))
+        # What it had started may have another parent by now, or be about to end; only the mark tells whose it is.
+        await in_thread(lambda: kill_marked(self._directory))
 
     def _reason(self, status: ExitStatus) -> ExitReason:
         if status.code is None and status.signal is None:
@@ -87,7 +82,7 @@ class FakeMachine(ProcessMachine):
         return ExitReason.POWERED_OFF if status.code == 0 else ExitReason.CRASHED
 
 
-class FakeEngine:
+class FakeEngine(WithoutLiveForks):
     name = "fake"
     isolation = "none"
 

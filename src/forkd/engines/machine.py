@@ -16,7 +16,7 @@ from forkd.errors import EngineFailed, GuestDied
 from forkd.host.cgroup import Group, make_group
 from forkd.host.cgroup_place import Place, find_place
 from forkd.host.marked import Marked, find_marked
-from forkd.host.process import ExitStatus, WatchedProcess, take_over
+from forkd.host.process import SHORTAGES, ExitStatus, WatchedProcess, take_over
 from forkd.host.threads import in_thread
 from forkd.model.limits import NO_LIMITS, Limits
 
@@ -162,7 +162,9 @@ def made_directory(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         shutil.rmtree(directory, ignore_errors=True)
-        raise EngineFailed(f"Could not prepare a VM in {directory}: {error.strerror}") from error
+        raise EngineFailed(
+            f"Could not prepare a VM in {directory}: {error.strerror}", hint=SHORTAGES.get(error.errno or 0)
+        ) from error
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise

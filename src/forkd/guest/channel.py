@@ -151,7 +151,9 @@ class Channel:
 
     def _received(self, data: bytes) -> None:
         frames = self._parser.feed(data)
-        skipped = self._parser.take_skipped()
+        if skipped := self._parser.take_skipped():
+            # Before the frames: what is skipped with the first answer came before it, or belongs to a stream of old.
+            self._spend(skipped, garbage=True)
         for kind, flags, number, payload in frames:
             receiver = self._receivers.get(number)
             if receiver is None:
@@ -166,8 +168,6 @@ class Channel:
             receiver.on_frame(kind, flags, payload)
             if self._error is not None:
                 return
-        if skipped:
-            self._spend(skipped, garbage=True)
 
     def _spend(self, size: int, garbage: bool = False) -> None:
         """Account for bytes that belong to no exchange of ours."""

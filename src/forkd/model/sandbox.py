@@ -39,6 +39,13 @@ TRANSITIONS: Mapping[State, frozenset[State]] = {
 LIVE = frozenset({State.STARTING, State.RUNNING, State.PAUSED})
 
 
+class Way(enum.Enum):
+    """How a sandbox came to be."""
+
+    START = "start"  # a VMM process was started and loaded the snapshot's files
+    FORK = "fork"  # the process of a live VM was forked
+
+
 class OnTimeout(enum.Enum):
     KILL = "kill"
     PAUSE = "pause"
@@ -88,6 +95,7 @@ class SandboxRecord:
     metadata: Mapping[str, str] = field(default_factory=dict)
     workspace: str | None = None
     cause: str | None = None
+    way: Way | None = None  # not known before it runs
 
 
 def new_sandbox_id() -> str:

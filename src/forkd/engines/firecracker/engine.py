@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from forkd.engines.base import BootSpec, Frozen, Machine, Phases
+from forkd.engines.base import BootSpec, Frozen, Machine, Phases, WithoutLiveForks
 from forkd.engines.firecracker.api import Api
 from forkd.engines.firecracker.binary import can_override_taps, check_platform, render_platform
 from forkd.engines.firecracker.jail import API_SOCKET, Given, Seat
@@ -41,7 +41,7 @@ _MAX_CONSOLE_BYTES = 4 * _MIB
 _MAX_STATE_BYTES = 16 * _MIB
 
 
-class FirecrackerEngine:
+class FirecrackerEngine(WithoutLiveForks):
     name = "firecracker"
 
     def __init__(self, *, outlive: bool = False) -> None:

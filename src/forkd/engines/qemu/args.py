@@ -37,13 +37,16 @@ class Ram:
     shared: bool
 
 
-def render_args(qemu: str, accelerator: str, spec: BootSpec, seat: Seat, ram: Ram, *, incoming: bool) -> list[str]:
+def render_args(
+    qemu: str, accelerator: str, spec: BootSpec, seat: Seat, ram: Ram, *, incoming: bool, spawn: str = "deny"
+) -> list[str]:
+    """`spawn`: whether QEMU's own filter denies new processes; `allow` where another one does, or is to be forked."""
     args = [
         qemu,
         *("-name", f"forkd-{seat.name}"),
         *("-nodefaults", "-no-user-config", "-no-reboot"),
         *("-display", "none"),
-        *("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"),
+        *("-sandbox", f"on,obsolete=deny,elevateprivileges=deny,spawn={spawn},resourcecontrol=deny"),
         *("-machine", "pc,usb=off,vmport=off,smbus=off,hpet=off,graphics=off,memory-backend=ram"),
         *_accelerator_args(accelerator, spec.machine),
         *("-smp", str(spec.machine.vcpus)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -12,14 +14,18 @@ from forkd.engines.cpu_template import refuse_cpu_template
 from forkd.engines.machine import CONSOLE, grouped, made_directory
 from forkd.engines.qemu.args import Ram, Seat, render_args
 from forkd.engines.qemu.binary import Binary, find_binary, render_platform
-from forkd.engines.qemu.machine import VMM_LOG, QemuMachine, adopt
+from forkd.engines.qemu.ends import VMM_LOG
+from forkd.engines.qemu.live_fork import finished_or_killed, fork_machine
+from forkd.engines.qemu.machine import QemuMachine, adopt
 from forkd.engines.qemu.monitor import QMP_SOCKET, Monitor
 from forkd.engines.qemu.state import Incoming
 from forkd.engines.sockets import AGENT_SOCKET, connected_socket, listening_socket
+from forkd.errors import Unsupported
 from forkd.host.cgroup import Group
 from forkd.host.cpu import read_cpuinfo
 from forkd.host.marked import Marked, render_environment
 from forkd.host.process import spawn
+from forkd.host.procfork.trial import find_lack
 from forkd.model.limits import NO_LIMITS, Limits
 
 MEMORY_FILE = "memory"
@@ -27,6 +33,18 @@ STATE_FILE = "state"
 
 # A guest that floods its console fills this much of the runtime directory and no more.
 _MAX_CONSOLE_BYTES = 1024 * 1024
+
+
+class Role(enum.Enum):
+    """What a QEMU process is for."""
+
+    PARENT = "parent"  # boots, to be frozen
+    SANDBOX = "sandbox"
+    TEMPLATE = "template"  # stands still, to be forked
+
+
+# Tried once: it takes some milliseconds, and what forbids it lasts.
+find_tracing_lack = functools.cache(find_lack)
 
 
 class QemuEngine:
@@ -46,7 +64,7 @@ class QemuEngine:
         # Sized here, so that QEMU need not write it and the limit on its console file can be tight.
         with memory.open("xb") as file:
             file.truncate(spec.machine.memory_mib * 1024 * 1024)
-        return self._start(spec, directory, Ram(memory, shared=True), None, NO_LIMITS)
+        return self._start(spec, directory, Ram(memory, shared=True), None, NO_LIMITS, Role.PARENT)
 
     async def freeze(self, machine: Machine, into: Path) -> Mapping[str, str]:
         assert isinstance(machine, QemuMachine)
@@ -62,20 +80,61 @@ class QemuEngine:
             check_same(key, wanted, self._platform.get(key))
 
     async def fork(self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
+        return self._load(frozen, directory, limits, Role.SANDBOX)
+
+    def why_no_live_forks(self) -> str | None:
+        if self._accelerator != "tcg":
+            return "a VM under KVM belongs to the process that made it"
+        return find_tracing_lack()
+
+    async def template(self, frozen: Frozen, directory: Path) -> Machine:
+        self._require_live_forks()
+        return self._load(frozen, directory, NO_LIMITS, Role.TEMPLATE)
+
+    async def fork_live(
+        self,
+        source: Machine,
+        directory: Path,
+        limits: Limits = NO_LIMITS,
+        *,
+        settled: bool = False,
+        paused: bool = False,
+    ) -> Machine:
+        assert isinstance(source, QemuMachine)
+        self._require_live_forks()
+        forking = fork_machine(source, directory, limits, settled=settled, paused=paused, outlive=self._outlive)
+        return await finished_or_killed(forking)
+
+    def _require_live_forks(self) -> None:
+        if lack := self.why_no_live_forks():
+            raise Unsupported(f"The engine qemu cannot fork a live VM here: {lack}", hint="See: forkd doctor")
+
+    def _load(self, frozen: Frozen, directory: Path, limits: Limits, role: Role) -> QemuMachine:
         ram = Ram(frozen.directory / MEMORY_FILE, shared=False)
-        return self._start(frozen.boot, directory, ram, frozen.directory / STATE_FILE, limits)
+        return self._start(frozen.boot, directory, ram, frozen.directory / STATE_FILE, limits, role)
 
     async def adopt(self, directory: Path, leader: Marked | None = None) -> Machine:
         return await adopt(directory, leader)
 
-    def _start(self, spec: BootSpec, directory: Path, ram: Ram, state: Path | None, limits: Limits) -> QemuMachine:
+    def _start(
+        self, spec: BootSpec, directory: Path, ram: Ram, state: Path | None, limits: Limits, role: Role
+    ) -> QemuMachine:
         phases = Phases(time.monotonic())
         with made_directory(directory), grouped(directory, limits, [spec.root, ram.path]) as group:
-            return self._spawn(spec, directory, ram, state, group, phases)
+            return self._spawn(spec, directory, ram, state, group, phases, role)
 
     def _spawn(
-        self, spec: BootSpec, directory: Path, ram: Ram, state: Path | None, group: Group | None, phases: Phases
+        self,
+        spec: BootSpec,
+        directory: Path,
+        ram: Ram,
+        state: Path | None,
+        group: Group | None,
+        phases: Phases,
+        role: Role,
     ) -> QemuMachine:
+        # Where it can be forked later the filter that allows no process but that is ours; else it is QEMU's own.
+        forkable = role is not Role.PARENT and self.why_no_live_forks() is None
         with ExitStack() as ours, ExitStack() as on_failure:
             agent = ours.enter_context(listening_socket(directory / AGENT_SOCKET))
             qmp = ours.enter_context(listening_socket(directory / QMP_SOCKET))
@@ -86,19 +145,24 @@ class QemuEngine:
                 ours.enter_context(incoming.theirs)
                 on_failure.callback(incoming.close)
             process = spawn(
-                self._render(spec, Seat(directory.name, directory / CONSOLE, agent.fileno(), qmp.fileno()), ram),
+                render_args(
+                    self._binary.path,
+                    self._accelerator,
+                    spec,
+                    Seat(directory.name, directory / CONSOLE, agent.fileno(), qmp.fileno()),
+                    ram,
+                    incoming=not ram.shared,
+                    spawn="allow" if forkable else "deny",
+                ),
                 output=directory / VMM_LOG,
-                env=render_environment(directory),
+                env=render_environment(directory, room=True),
                 inherited_fds=[agent.fileno(), qmp.fileno(), *([incoming.fd] if incoming else [])],
                 max_file_bytes=_MAX_CONSOLE_BYTES,
-                outlive=self._outlive and state is not None,
+                outlive=self._outlive and role is Role.SANDBOX,
                 group=group,
             )
             on_failure.pop_all()
-        monitor = Monitor(directory.name, control)
+        monitor = Monitor(control)
         machine = QemuMachine(directory, process, phases, monitor, channel=channel, group=group)
-        machine.start(incoming)
+        machine.start(incoming, confine=forkable)
         return machine
-
-    def _render(self, spec: BootSpec, seat: Seat, ram: Ram) -> list[str]:
-        return render_args(self._binary.path, self._accelerator, spec, seat, ram, incoming=not ram.shared)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from forkd.engines.base import ExitReason, Phases, tail_of
 from forkd.engines.machine import ProcessMachine, found_process, parse_exit
+from forkd.engines.qemu.ends import VMM_LOG
+from forkd.engines.qemu.fork_thread import ForkThread
 from forkd.engines.qemu.monitor import QMP_SOCKET, Monitor
 from forkd.engines.qemu.state import Incoming
 from forkd.engines.sockets import AGENT_SOCKET, reach
@@ -15,8 +21,11 @@ from forkd.errors import EngineFailed
 from forkd.host.cgroup import Group, find_group
 from forkd.host.marked import Marked
 from forkd.host.process import ExitStatus, WatchedProcess
+from forkd.host.procfork.registers import POLLS
+from forkd.host.procfork.source import make_calls
+from forkd.host.spawn_filter import render_calls
+from forkd.host.threads import in_thread
 
-VMM_LOG = "qemu.log"
 # QEMU answers at once; a host that is busy with many others may take its time.
 ADOPT_DEADLINE_S = 20.0
 
@@ -33,42 +42,77 @@ class QemuMachine(ProcessMachine):
         group: Group | None,
         paused: bool = False,
     ) -> None:
-        """One whose monitor is connected, or about to be: see `start`."""
+        """One whose monitor is connected, or about to be: see `start` and `go_on`."""
         super().__init__(directory, process, phases, channel=channel, group=group, paused=paused)
         self.monitor = monitor
+        self.directory = directory
+        self.forking = asyncio.Lock()
+        self.fork_thread: ForkThread | None = None
 
-    def start(self, state: Incoming | None) -> None:
-        starting = self._begin(self._start(state))
+    def start(self, state: Incoming | None, *, confine: bool) -> None:
+        """`confine`: to have the filter put on it before its guest runs."""
+        starting = self._begin(self._start(state, confine=confine))
         if state is not None:
             starting.add_done_callback(lambda _: state.close())
 
-    async def _start(self, state: Incoming | None) -> None:
-        try:
+    def go_on(self, *, paused: bool) -> None:
+        """Of a fork: in the session of its source's monitor."""
+        self._begin(self._go_on(paused=paused))
+
+    async def _start(self, state: Incoming | None, *, confine: bool) -> None:
+        with self._told():
             await self.monitor.connect()
             self.phases.mark("process start", time.monotonic())
             if state is not None:
                 await self.monitor.load_state(state)
                 self.phases.mark("state load", time.monotonic())
+                if confine:
+                    await in_thread(lambda: make_calls(self.pid, render_calls(), POLLS))
+                    self.phases.mark("confine", time.monotonic())
                 await self.monitor.execute("cont")
                 self.phases.mark("resume", time.monotonic())
+
+    async def _go_on(self, *, paused: bool) -> None:
+        with self._told():
+            if not paused:
+                await self.monitor.continued()
+                self._paused = False
+                self.phases.mark("resume", time.monotonic())
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """What QEMU itself said goes with the error."""
+        try:
+            yield
         except EngineFailed as error:
             raise EngineFailed(error.message, hint=error.hint, details=self._vmm_output() or None) from error
 
     async def pause(self) -> None:
         await self.running()
-        await self.monitor.execute("stop")
-        self._paused = True
+        async with self.forking:  # which stops it, and has it go on
+            await self.monitor.execute("stop")
+            self._paused = True
 
     async def resume(self) -> None:
         await self.running()
-        await self.monitor.execute("cont")
-        self._paused = False
+        async with self.forking:
+            await self.monitor.execute("cont")
+            self._paused = False
 
     async def _end_process(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        # As long as a tracer has not looked at a dead process, that is not over.
+        await self._close_fork_thread()
         await super()._end_process()
         await self.monitor.close()
 
+    async def _close_fork_thread(self) -> None:
+        if self.fork_thread is not None:
+            thread, self.fork_thread = self.fork_thread, None
+            await thread.close()
+
     async def release(self) -> None:
+        await self._close_fork_thread()
         await super().release()
         await self.monitor.close()
 
@@ -84,7 +128,7 @@ class QemuMachine(ProcessMachine):
 async def adopt(directory: Path, leader: Marked | None) -> QemuMachine:
     """See Engine.adopt."""
     async with found_process(directory, leader) as process:
-        monitor = Monitor(directory.name, await reach(directory / QMP_SOCKET))
+        monitor = Monitor(await reach(directory / QMP_SOCKET))
         try:
             await monitor.connect(ADOPT_DEADLINE_S)
             paused = parse_paused(await monitor.execute("query-status"))

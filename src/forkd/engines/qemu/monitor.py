@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 from collections.abc import Coroutine
@@ -27,11 +28,17 @@ _CAPABILITIES = [
 ]
 
 
+_CONT = b'{"execute": "cont"}\n'
+_MOST_BEFORE_ANSWER_BYTES = 64 * 1024
+
+
 class Monitor:
-    def __init__(self, name: str, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         """Takes the socket over; `close` closes it, whether it was connected or not."""
         self._sock = sock
-        self._client = QMPClient(name)
+        self._inherited = False
+        # One name for all: the client keeps a logger for each name it was ever given.
+        self._client = QMPClient("forkd")
         self._migration = EventListener(names=("MIGRATION",))
         self._client.register_listener(self._migration)
 
@@ -39,8 +46,28 @@ class Monitor:
         try:
             async with asyncio.timeout(deadline_s):
                 await self._client.connect(self._sock)
-        except (QMPError, TimeoutError, OSError) as error:
+        except (QMPError, TimeoutError, OSError, AssertionError) as error:
+            # The client asserts that it is connected, which it is not where the other end is gone already.
             raise EngineFailed("QEMU did not open its monitor") from error
+
+    def inherit(self) -> None:
+        """A fork goes on in the session of its source, which was greeted long ago. Connected when first needed."""
+        self._client.await_greeting = self._client.negotiate = False
+        self._inherited = True
+
+    def tell_cont(self) -> None:
+        """Of a fork that does not run yet: it finds the command when it wakes up."""
+        self._sock.send(_CONT)
+
+    async def continued(self) -> None:
+        """Until it has said that it goes on."""
+        try:
+            async with asyncio.timeout(COMMAND_DEADLINE_S):
+                answer = await read_answer(self._sock)
+        except (TimeoutError, OSError, ValueError) as error:
+            raise EngineFailed("QEMU did not answer cont") from error
+        if "error" in answer:
+            raise EngineFailed("QEMU refused cont")
 
     async def close(self) -> None:
         try:
@@ -52,6 +79,9 @@ class Monitor:
             self._sock.close()
 
     async def execute(self, command: str, arguments: dict[str, Any] | None = None) -> Any:
+        if self._inherited:
+            self._inherited = False
+            await self.connect(COMMAND_DEADLINE_S)
         try:
             async with asyncio.timeout(COMMAND_DEADLINE_S):
                 return await self._client.execute(command, arguments)
@@ -97,3 +127,41 @@ class Monitor:
                 return
             if status in ("failed", "cancelled"):
                 raise EngineFailed(f"QEMU reports that the device state was {status}")
+
+
+async def read_answer(sock: socket.socket) -> dict[str, Any]:
+    """The answer to a command, after the events before it; what comes behind it stays in the socket."""
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[dict[str, Any]] = loop.create_future()
+
+    def look() -> None:
+        try:
+            seen = sock.recv(_MOST_BEFORE_ANSWER_BYTES, socket.MSG_PEEK)
+            answer, size = find_answer(seen)
+            if answer is not None:
+                sock.recv(size)
+                found.set_result(answer)
+            elif not seen or size > _MOST_BEFORE_ANSWER_BYTES // 2:
+                raise ConnectionResetError("no answer came")
+        except (OSError, ValueError) as error:
+            if not isinstance(error, BlockingIOError):
+                found.set_exception(error)
+
+    loop.add_reader(sock, look)
+    try:
+        return await found
+    finally:
+        loop.remove_reader(sock)
+
+
+def find_answer(seen: bytes) -> tuple[dict[str, Any] | None, int]:
+    """The first answer among whole lines, and how many bytes it takes to its end. Pure."""
+    at = 0
+    for line in seen.splitlines(keepends=True):
+        at += len(line)
+        if not line.endswith(b"\n"):
+            break
+        said = json.loads(line)
+        if isinstance(said, dict) and ("return" in said or "error" in said):
+            return said, at
+    return None, at

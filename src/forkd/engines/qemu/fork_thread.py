@@ -1,0 +1,163 @@
+"""Forking the process of one QEMU, in a thread of its own: a tracer is a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from forkd.engines.qemu.ends import AGENT, Ends, find_roles, render_choice
+from forkd.errors import NotForkable
+from forkd.host.cgroup import Group
+from forkd.host.marked import find_mark_place
+from forkd.host.procfork.blueprint import ForkPlan
+from forkd.host.procfork.child import Child, Holder
+from forkd.host.procfork.program import Call
+from forkd.host.procfork.registers import POLLS
+
+T = TypeVar("T")
+OnRelease = Callable[[], None]
+
+# How long a QEMU that stands still is kept at rest for its next fork.
+_LINGER_S = 0.1
+_GETPPID, _PRCTL = 110, 157
+_PR_SET_PDEATHSIG, _SIGKILL = 1, 9
+# Among its arguments: it may make no process, and is killed when it tries.
+_DENIED = b",spawn=deny,"
+# What is before and behind the VM's name among its arguments, and so the room for another one.
+_BEFORE_NAME, _BEHIND_NAME = b"\0-name\0", b"\0-nodefaults\0"
+
+
+@dataclass(frozen=True)
+class Made:
+    pid: int
+    pidfd: int
+    took: frozenset[str]  # which of its ends it has
+    steps: dict[str, float] = field(default_factory=dict)
+
+
+class ForkThread:
+    """Forks one QEMU, in a thread of its own: a tracer is a thread.
+
+    A QEMU that stands still anyway is kept at rest for a moment after a fork, as the next one often follows at once.
+    """
+
+    def __init__(self, pid: int, directory: Path, *, dies_with: int | None) -> None:
+        """`dies_with`: the parent that no fork may outlive."""
+        self._pid = pid
+        self._directory = directory
+        self._set_up = render_set_up(dies_with)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"fork-{directory.name}")
+        self._holder: Holder | None = None
+        self._held = False
+        self._linger: asyncio.TimerHandle | None = None
+        self._served = False
+
+    async def prepare(self) -> bool:
+        """All that can be done while the QEMU still runs; whether its agent has a client."""
+        await self._run(self._prepare)
+        return self._served
+
+    async def fork(
+        self, directory: Path, ends: Ends, group: Group | None, *, linger: bool, on_released: OnRelease
+    ) -> Made:
+        """Raises NotForkable, and there is no child then. A cancelled caller waits."""
+        if self._linger is not None:
+            self._linger.cancel()
+        try:
+            return await self._run(lambda: self._fork(directory, ends, group, keep=linger, on_released=on_released))
+        finally:
+            if linger:
+                self._linger = asyncio.get_running_loop().call_later(_LINGER_S, self._thread.submit, self._release)
+
+    async def close(self) -> None:
+        """The QEMU goes on, unless it was killed."""
+        if self._linger is not None:
+            self._linger.cancel()
+        await self._run(self._release)
+        self._thread.shutdown()
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        running = asyncio.wrap_future(self._thread.submit(work))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
+
+    def _release(self) -> None:
+        if self._holder is not None:
+            holder, self._holder, self._held = self._holder, None, False
+            holder.release()
+
+    def _prepare(self) -> None:
+        if not self._held:  # else it still has what it had
+            check_may_fork(self._pid)
+            roles = find_roles(self._pid)
+            self._served = AGENT in roles.values()
+            self._holder = Holder(self._pid, ForkPlan(render_choice(self._directory, roles), self._set_up, POLLS))
+
+    def _fork(self, directory: Path, ends: Ends, group: Group | None, *, keep: bool, on_released: OnRelease) -> Made:
+        if self._holder is None:  # it was let go since it was prepared
+            self._prepare()
+        assert self._holder is not None
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._release)
+            with self._holder.forked(ends.by_name(), keep=keep, on_source_released=on_released) as child:
+                _make_its_own(child, directory, group)
+                pidfd = os.pidfd_open(child.pid)
+                on_failure.callback(os.close, pidfd)
+            on_failure.pop_all()
+        self._held = keep
+        if not keep:
+            self._holder = None
+        return Made(child.pid, pidfd, child.took, child.times.steps)
+
+
+def check_may_fork(pid: int) -> None:
+    """Raise NotForkable for one that was started to be no source: QEMU's own filter refuses no call, it kills."""
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError as error:
+        raise NotForkable(f"Process {pid} cannot be looked at: {error.strerror}") from error
+    if _DENIED in arguments:
+        raise NotForkable("The VM was started where live VMs could not be forked", hint="Fork its snapshot instead")
+
+
+def render_set_up(dies_with: int | None) -> list[Call]:
+    """The seccomp filter is inherited."""
+    if dies_with is None:
+        return []
+    return [
+        Call(_PRCTL, (_PR_SET_PDEATHSIG, _SIGKILL), what="set the death signal"),
+        # Had its parent died before, the signal would never come.
+        Call(_GETPPID, (), returns=dies_with, what="look for its parent"),
+    ]
+
+
+def _make_its_own(child: Child, directory: Path, group: Group | None) -> None:
+    if group is not None:
+        group.add(child.pid)
+    place = find_mark_place(child.pid)
+    if place is None:
+        raise NotForkable("The process to fork carries no mark")
+    child.write_memory(place.address, place.render(directory))
+    if name := find_name_place(child.pid):
+        address, room = name
+        child.write_memory(address, f"forkd-{directory.name}".encode()[:room].ljust(room, b"\0"))
+
+
+def find_name_place(pid: int) -> tuple[int, int] | None:
+    """Where the VM's name is among the arguments of its process, and how many bytes it may have."""
+    arguments = Path(f"/proc/{pid}/cmdline").read_bytes()
+    start = arguments.find(_BEFORE_NAME) + len(_BEFORE_NAME)
+    end = arguments.find(_BEHIND_NAME)
+    if start < len(_BEFORE_NAME) or end < start:
+        return None
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[45]) + start, end - start
