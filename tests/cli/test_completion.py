@@ -58,9 +58,9 @@ def complete(cli: Cli, tmp_path: Path, *words: str) -> list[str]:
 def test_the_grammar_has_every_command_with_what_it_takes(grammar: list[Command]) -> None:
     by_path = {" ".join(command.path): command for command in grammar}
     assert [name for name, _ in by_path[""].below] == list(NOUNS)
-    assert [name for name, _ in by_path["snapshot"].below] == ["create", "ls", "inspect", "rm"]
+    assert [name for name, _ in by_path["snapshot"].below] == ["create", "ls", "inspect", "warm", "rm"]
     assert by_path["exec"].takes == "sandboxes"
-    assert by_path["fork"].takes == by_path["snapshot rm"].takes == "snapshots"
+    assert by_path["fork"].takes == by_path["snapshot rm"].takes == by_path["snapshot warm"].takes == "snapshots"
     assert by_path["image rm"].takes == "images"
     assert by_path["workspace resume"].takes == "workspaces"
     assert Option(("--json",), "print a JSON array", None) in by_path["ls"].options
@@ -71,7 +71,7 @@ def test_the_grammar_has_every_command_with_what_it_takes(grammar: list[Command]
 def test_bash_completes_commands_and_options(cli: Cli, tmp_path: Path) -> None:
     assert complete(cli, tmp_path, "") == sorted(NOUNS)
     assert complete(cli, tmp_path, "e") == ["eval", "events", "exec"]
-    assert complete(cli, tmp_path, "snapshot", "") == ["create", "inspect", "ls", "rm"]
+    assert complete(cli, tmp_path, "snapshot", "") == ["create", "inspect", "ls", "rm", "warm"]
     assert complete(cli, tmp_path, "snapshot", "create", "--warm") == [
         "--warm",
         "--warm-command",

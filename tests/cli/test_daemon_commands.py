@@ -105,7 +105,7 @@ def test_status_shows_the_daemon_and_never_starts_one(alone: Cli) -> None:
     facts = alone.json("status")
     assert (facts["running"], facts["ready"], facts["engine"], facts["isolation"]) == (True, True, "fake", "none")
     assert facts["sandboxes"] == {"running": 1, "paused": 0, "starting": 0, "stopping": 0, "dead": 0}
-    assert (facts["snapshots"], facts["workspaces"]) == (1, 0)
+    assert (facts["snapshots"], facts["workspaces"], facts["templates"]) == (1, 0, [])
     [_, listener] = facts["listeners"]
     assert listener.startswith("http://127.0.0.1:")
     shown = alone.ask("status").stdout

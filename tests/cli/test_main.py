@@ -76,7 +76,8 @@ def test_illegal_names_are_refused(cli: Cli, name: str) -> None:
 
 def test_bytes_that_are_no_text_are_refused_like_other_names(cli: Cli) -> None:
     check(cli.ask("snapshot", "inspect", os.fsdecode(b"\xff")), 2, "'\\udcff' is not a legal snapshot tag")
-    check(cli.ask(*CREATE, "x", "--warm", os.fsdecode(b"'\xff'")), 2, "not UTF-8")
+    check(cli.ask(*CREATE, "x", "--warm", os.fsdecode(b"'\xff'")), 2, "The warm-up is not UTF-8")
+    check(cli.ask(*CREATE, "x", "--rehearse", os.fsdecode(b"'\xff'")), 2, "The rehearsal is not UTF-8")
 
 
 @pytest.mark.parametrize("n", ["0", "-1", "100000"])

@@ -40,6 +40,20 @@ def test_a_snapshot_is_created_listed_inspected_replaced_and_removed(warm: Cli, 
     assert warm.tags() == ["warm"]
 
 
+def test_a_rehearsal_is_shown_with_its_snapshot(warm: Cli) -> None:
+    made = create(warm, "other", "--rehearse", "sum(range(9))", "--json")
+    assert made.returncode == 0, made.stdout
+    assert json.loads(made.stdout)["rehearsal"] == "sum(range(9))"
+    assert "sum(range(9))" in warm.ask("snapshot", "inspect", "other").stdout
+
+
+def test_an_engine_without_templates_refuses_to_warm_a_snapshot(warm: Cli) -> None:
+    check(warm.ask("snapshot", "warm", "warm"), 17, "There are no templates here: the engine fake", "forkd doctor")
+    check(warm.ask("snapshot", "warm", "nothing"), 3, "There is no snapshot nothing", "forkd snapshot ls")
+    check(warm.ask("snapshot", "warm", "a/b"), 2, "is not a legal snapshot tag")
+    assert json.loads(warm.ask("snapshot", "warm", "warm", "--json").stdout)["code"] == "unsupported"
+
+
 def test_what_is_unknown_is_not_found_and_how_to_find_it_is_told(warm: Cli) -> None:
     check(warm.ask("snapshot", "inspect", "nothing"), 3, "There is no snapshot nothing", "forkd snapshot ls")
     check(warm.ask("snapshot", "rm", "nothing"), 3, "There is no snapshot nothing")

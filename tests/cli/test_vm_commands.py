@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from forkd.errors import Unsupported
 from forkd.host.paths import Home
 from forkd.image import Image
 
@@ -73,14 +74,15 @@ def tags(env: dict[str, str]) -> list[str]:
 
 
 def machines(env: dict[str, str]) -> list[int]:
-    """The VMs whose files are in this runtime directory."""
+    """The VMs whose files are in this runtime directory, templates aside."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
             words = (entry / "cmdline").read_bytes()
         except OSError:
             continue
-        if entry.name.isdigit() and b"qemu-system" in words and os.fsencode(env["FORKD_RUNTIME_DIR"]) in words:
+        ours = b"qemu-system" in words and os.fsencode(env["FORKD_RUNTIME_DIR"]) in words
+        if entry.name.isdigit() and ours and b"\0forkd-template-" not in words:
             found.append(int(entry.name))
     return found
 
@@ -121,10 +123,14 @@ def test_the_demo_forks_evaluates_and_proves(env: dict[str, str]) -> None:
     assert result["per_child_ms"]["p50"] <= result["per_child_ms"]["p99"]
     assert result["unique_mib_per_child"] > 1
     assert result["idle_cpu_percent_per_child"] >= 0
+    forked = result["way"] == "fork"
+    assert forked or result["way"] == "start"
+    assert (result["template_s"] is not None) == (result["template_mib"] is not None) == forked
     again = forkd(env, "demo", "-n", "2")
     assert again.returncode == 0
     assert "booting the parent" not in again.stderr  # the stored parent is used again
     assert "2 of 2 VMs" in again.stdout
+    assert ("forked from a template" in again.stdout) == ("their template, made once" in again.stdout) == forked
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -159,7 +165,7 @@ def test_a_signal_while_the_demo_forks_leaves_nothing(env: dict[str, str]) -> No
     for line in process.stderr:
         if "forking 40" in line:
             break
-    time.sleep(1.5)
+    wait_for_machine(env, process)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert process.returncode == 130
@@ -167,7 +173,7 @@ def test_a_signal_while_the_demo_forks_leaves_nothing(env: dict[str, str]) -> No
 
 def test_a_snapshot_goes_on_without_its_command_and_can_be_given_up(env: dict[str, str]) -> None:
     assert forkd(env, "up").returncode == 0
-    args = ["snapshot", "create", "--tag", "never", "--image", "python"]
+    args = ["snapshot", "create", "--tag", "never", "--image", "python", "--warm", "import time; time.sleep(100)"]
     process = subprocess.Popen(
         [sys.executable, "-m", "forkd.cli.main", *args], env=env, stderr=subprocess.PIPE, text=True
     )
@@ -207,10 +213,29 @@ def test_a_fork_runs_answers_stays_and_ends(env: dict[str, str], original: Path)
     assert sorted(forkd(env, "rm", "--all").stdout.split()) == sorted([one, two])
 
 
-def test_a_fork_that_is_interrupted_leaves_no_vm(env: dict[str, str], original: Path) -> None:
-    assert forkd(env, "up").returncode == 0
+def test_a_snapshot_is_warmed_and_its_template_is_shown(env: dict[str, str], original: Path) -> None:
+    done = forkd(env, "snapshot", "warm", "victim")
+    if done.returncode == Unsupported.exit_code:
+        pytest.skip(done.stderr)
+    assert done.stdout.startswith("victim  template of ") and " MiB, made in " in done.stdout, done.stderr
+    warmed = json.loads(forkd(env, "snapshot", "warm", "victim", "--json").stdout)
+    assert (warmed["tag"], warmed["forks"]) == ("victim", 0)
+    assert json.loads(forkd(env, "status", "--json").stdout)["templates"] == [warmed]
+    assert f"1, {warmed['memory_bytes'] / 2**20:.1f} MiB" in forkd(env, "status").stdout
+    heading, *rows = forkd(env, "snapshot", "ls").stdout.splitlines()
+    assert "TEMPLATE" in heading
+    assert [row.split()[0] for row in rows if " yes" in row] == ["victim"]
+    assert forkd(env, "fork", "victim", "-n", "2").returncode == 0
+    assert [info["way"] for info in json.loads(forkd(env, "ls", "--json").stdout)] == ["fork", "fork"]
+    assert forkd(env, "rm", "--all").returncode == 0
+    assert json.loads(forkd(env, "status", "--json").stdout)["templates"][0]["forks"] == 2
+
+
+def test_a_fork_that_is_interrupted_leaves_no_vm(env: dict[str, str]) -> None:
+    # One that takes its time, however fast the machine is.
+    assert create(env, "slow", "--warm", "import forkd, time; forkd.on_fork(lambda: time.sleep(3))").returncode == 0
     process = subprocess.Popen(
-        [sys.executable, "-m", "forkd.cli.main", "fork", "victim", "-n", "4"],
+        [sys.executable, "-m", "forkd.cli.main", "fork", "slow", "-n", "4"],
         env=env,
         stderr=subprocess.PIPE,
         text=True,
@@ -221,6 +246,7 @@ def test_a_fork_that_is_interrupted_leaves_no_vm(env: dict[str, str], original: 
     assert process.returncode == 130
     assert json.loads(forkd(env, "ls", "--json").stdout) == []
     assert machines(env) == []
+    assert forkd(env, "snapshot", "rm", "slow").returncode == 0
 
 
 def test_a_warm_up_that_raises_shows_its_traceback(env: dict[str, str]) -> None:
@@ -265,11 +291,10 @@ def test_memory_that_the_host_does_not_have_is_refused(env: dict[str, str]) -> N
 
 
 def test_a_qemu_killed_while_the_parent_boots_is_a_typed_error(env: dict[str, str]) -> None:
+    # A warm-up without an end: where the boot takes less than a second, the parent is still being made.
+    args = ["snapshot", "create", "--tag", "bad", "--image", "python", "--warm", "import time; time.sleep(100)"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "forkd.cli.main", "snapshot", "create", "--tag", "bad", "--image", "python"],
-        env=env,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-m", "forkd.cli.main", *args], env=env, stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
     machine = wait_for_machine(env, process)

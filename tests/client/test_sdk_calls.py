@@ -53,8 +53,8 @@ def test_paths_of_files_reach_the_daemon_byte_by_byte(raw: bytes) -> None:
     assert unquote_to_bytes(sent.partition(b"?path=")[2]) == raw
 
 
-def test_a_cpu_template_goes_along_only_when_it_is_asked_for() -> None:
-    for template in (None, "T2"):
+def test_a_cpu_template_and_a_rehearsal_go_along_only_when_they_are_asked_for() -> None:
+    for template, rehearsal in ((None, None), ("T2", "numpy.zeros(5)")):
         call = snapshots.create_snapshot(
             "t",
             "image",
@@ -64,11 +64,12 @@ def test_a_cpu_template_goes_along_only_when_it_is_asked_for() -> None:
             warm=None,
             warm_command=None,
             warm_timeout_secs=300,
+            rehearse=rehearsal,
             replace=False,
             wait=False,
         )
-        assert body_of(call).get("cpu_template") == template
-        assert ("cpu_template" in body_of(call)) == (template is not None)
+        assert (body_of(call).get("cpu_template"), body_of(call).get("rehearse")) == (template, rehearsal)
+        assert ("cpu_template" in body_of(call)) == ("rehearse" in body_of(call)) == (template is not None)
 
 
 def test_a_spawn_says_what_is_set_and_no_more() -> None:
@@ -160,6 +161,8 @@ def test_all_reads_may_be_repeated_and_only_deletes_may_find_it_done() -> None:
         snapshots.get_snapshot("t"),
         files.read_file("s", "/f"),
         commands.process_output("s", 1),
+        snapshots.list_templates(),
+        snapshots.warm_snapshot("t"),  # made once, and then the one there is
     ]
     deletes = [sandboxes.kill_sandbox("s"), files.remove_file("s", "/f", True), workspaces.delete_workspace("w")]
     assert all(call.again is Again.SAFE for call in reads + deletes)

@@ -36,6 +36,7 @@ SANDBOX_OURS = {
     "labels": dict,
     "metadata": dict,
     "workspace": (str, type(None)),
+    "way": (str, type(None)),
 }
 SNAPSHOT = {"tag": str, "dir": str, "created_at_unix": int, "status": str, "bootable": bool}
 SNAPSHOT_OURS = {"image_id": str, "engine": str, "memory_mib": int, "vcpus": int, "warm": str}
@@ -69,6 +70,14 @@ EVAL_OURS = {
     "stderr": str,
     "traceback": (str, type(None)),
     "truncated": bool,
+}
+TEMPLATE = {
+    "tag": str,
+    "pid": int,
+    "memory_bytes": int,
+    "made_in_seconds": float,
+    "created_at_unix": int,
+    "forks": int,
 }
 PING = {"pong": bool, "numpy_version": str, "pid": int, "agent_lang": str, "warmup_ready": bool}
 VERSION = {"version": str, "api": str}
@@ -116,6 +125,18 @@ def test_snapshots(daemon: Daemon) -> None:
     check_list(daemon.ask("GET", "/v1/snapshots"), 200, SNAPSHOT | SNAPSHOT_OURS)
     check(daemon.ask("GET", f"/v1/snapshots/{TAG}"), 200, SNAPSHOT | SNAPSHOT_OURS)
     check(daemon.ask("GET", f"/v1/snapshots/{TAG}/info"), 200, SNAPSHOT_DETAIL)
+
+
+def test_templates(daemon: Daemon) -> None:
+    check_error(daemon.ask("POST", "/v1/snapshots/absent/warm"), 404, "not_found")
+    check_error(daemon.ask("POST", "/v1/snapshots/no%20tag/warm"), 400, "invalid_input")
+    warmed = daemon.ask("POST", f"/v1/snapshots/{TAG}/warm")
+    if daemon.engine == "fake":
+        check_error(warmed, 501, "unsupported")
+        assert daemon.ask("GET", "/v1/templates").json == []
+    elif warmed.status != 501:
+        check(warmed, 200, TEMPLATE)
+        check_list(daemon.ask("GET", "/v1/templates"), 200, TEMPLATE)
 
 
 def test_a_snapshot_made_the_way_of_forkd_answers_when_it_is_there(daemon: Daemon) -> None:

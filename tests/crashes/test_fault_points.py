@@ -1,20 +1,31 @@
-"""The daemon is killed at every step of spawn, snapshot and delete; the next one finds or makes everything right."""
+"""The daemon is killed at every step of spawn, snapshot and delete; the next one finds or makes everything right.
+
+Templates and their forks are real VMs; all else is the fake engine's.
+"""
 
 from __future__ import annotations
 
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from agreement import check_agreement, end_all
 from support_daemon import served
 
-from forkd.errors import ForkdError
+from forkd.errors import ForkdError, Unsupported
+from forkd.host.faults import POINTS
+from forkd.host.marked import find_marked
 from forkd.host.paths import Home
-from forkd.runtime.faults import POINTS
+from forkd.image import Image
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
+OF_VMS = [point for point in POINTS if point.startswith(("template.", "fork."))]
+OF_ALL = [point for point in POINTS if point not in OF_VMS]
+# Where children exist already: forks of a template end, or go on, as those that were started do.
+OF_BOTH = ["spawn.started", "spawn.forked", "spawn.committed"]
 # How many of the two sandboxes before, and the three under way, there are afterwards.
 _LEFT = {"spawn.committed": 5, "delete.marked": 1, "delete.killed": 1, "delete.removed": 1}
 
@@ -26,7 +37,7 @@ def _fault(point: str) -> str:
     return f"{point}@3" if point == "spawn.started" else f"{point}@2"
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", OF_ALL)
 def test_a_daemon_killed_at(point: str, fake_home: Home) -> None:
     with (
         served(fake_home, "--bind", "none", env={"FORKD_FAULT": _fault(point)}) as daemon,
@@ -56,7 +67,65 @@ def test_a_daemon_killed_at(point: str, fake_home: Home) -> None:
         daemon.stop()
 
 
+@pytest.fixture(scope="module")
+def vm_home(python_image: Image, built_home: Home, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    """A home with the snapshot `warm` of a real VM, made once."""
+    root = tmp_path_factory.mktemp("faults")
+    (root / "images").symlink_to(built_home.images, target_is_directory=True)
+    with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as runtime:
+        home = Home(root, Path(runtime))
+        with served(home, "--bind", "none", engine="qemu") as daemon, daemon.controller(timeout=240) as controller:
+            controller.create_snapshot("warm", "python", memory_mib=256, warm="x = 41", wait=True)
+            try:
+                controller.warm_snapshot("warm")
+            except Unsupported as error:
+                pytest.skip(error.message)
+        yield home
+
+
+def _vm_fault(point: str) -> str:
+    """In the middle of three forks. Doctor and engine have each tried one before."""
+    if point == "spawn.started":
+        return f"{point}@2"
+    return f"{point}@4" if point.startswith("fork.") else point
+
+
+@pytest.mark.vm
+@pytest.mark.parametrize("point", [*OF_VMS, *OF_BOTH])
+def test_a_daemon_with_templates_killed_at(point: str, vm_home: Home) -> None:
+    flags = ("--bind", "none")
+    with (
+        served(vm_home, *flags, "--templates", "0", engine="qemu") as daemon,
+        daemon.controller() as controller,
+    ):
+        before = [row["id"] for row in controller.spawn_sandboxes("warm", n=2)]
+        controller.kill_sandbox(before.pop())
+    with (
+        served(vm_home, *flags, engine="qemu", env={"FORKD_FAULT": _vm_fault(point)}) as daemon,
+        daemon.controller() as controller,
+    ):
+        with pytest.raises(ForkdError):
+            controller.warm_snapshot("warm")
+            controller.spawn_sandboxes("warm", n=3)
+        assert daemon.process.wait(30) == -signal.SIGKILL
+    with served(vm_home, *flags, engine="qemu") as daemon, daemon.controller() as controller:
+        assert controller.list_templates() == []
+        live = check_agreement(vm_home, controller)  # no process and no directory but theirs
+        assert live[0] == before[0] and len(live) == (4 if point == "spawn.committed" else 1)
+        # Whatever happened, what was asked for can be had now.
+        template = controller.warm_snapshot("warm")
+        made = controller.spawn_sandboxes("warm", n=3)
+        assert {row["way"] for row in made} == {"fork"}
+        for row in made:
+            assert controller.eval_code(row["id"], "x + 1")["result"] == "42"
+        for row in controller.list_sandboxes():
+            controller.kill_sandbox(row["id"])
+        assert [leader.pid for leader in find_marked(vm_home.vms).values()] == [template["pid"]]
+        daemon.stop()
+    assert find_marked(vm_home.vms) == {} and list(vm_home.vms.iterdir()) == []
+
+
 def test_every_point_is_in_the_code() -> None:
-    source = Path(__file__).parents[2] / "src/forkd/runtime"
-    text = "".join(path.read_text() for path in source.glob("*.py") if path.name != "faults.py")
+    source = Path(__file__).parents[2] / "src/forkd"
+    text = "".join(path.read_text() for path in source.rglob("*.py") if path.name != "faults.py")
     assert [point for point in POINTS if f'reach("{point}")' not in text] == []

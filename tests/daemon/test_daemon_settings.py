@@ -32,6 +32,8 @@ def test_defaults_are_loopback_and_the_socket_of_the_runtime_directory() -> None
         idle_exit_secs=0.0,
         on_stop="keep",
         unenforced_limits="refuse",
+        templates=4,
+        template_memory_mib=1024,
     )
 
 
@@ -60,6 +62,8 @@ def test_every_setting_can_be_given_in_all_three_ways() -> None:
         "idle_exit_secs": "5",
         "on_stop": "kill",
         "unenforced_limits": "drop",
+        "templates": "0",
+        "template_memory_mib": "512",
     }
     assert set(values) == {option.key for option in OPTIONS}
     by_flag = merge(flags=values)
@@ -77,6 +81,12 @@ def test_every_setting_can_be_given_in_all_three_ways() -> None:
         ({"environ": {"FORKD_LOG_LEVEL": "loud"}}, "FORKD_LOG_LEVEL"),
         ({"environ": {"FORKD_IDLE_EXIT_SECS": "nan"}}, "FORKD_IDLE_EXIT_SECS"),
         ({"environ": {"FORKD_IDLE_EXIT_SECS": "-1"}}, "FORKD_IDLE_EXIT_SECS"),
+        ({"flags": {"templates": "65"}}, "--templates cannot be '65': it is a number of 0 to 64"),
+        ({"flags": {"template_memory_mib": "1048577"}}, "--template-memory-mib"),
+        ({"environ": {"FORKD_TEMPLATES": "-1"}}, "FORKD_TEMPLATES"),
+        ({"environ": {"FORKD_TEMPLATES": "four"}}, "FORKD_TEMPLATES"),
+        ({"file": {"templates": 1.5}}, "templates in forkd.toml"),
+        ({"file": {"template_memory_mib": True}}, "template_memory_mib in forkd.toml"),
         ({"file": {"on_stop": "explode"}}, "on_stop in forkd.toml"),
         ({"file": {"bind": True}}, "bind in forkd.toml"),
         ({"file": {"socket": ["a"]}}, "socket in forkd.toml"),

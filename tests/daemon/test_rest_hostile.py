@@ -177,24 +177,24 @@ def test_what_is_no_http_is_400_in_our_form(client: Client, data: bytes) -> None
     assert set(body) == {"error", "code", "hint"}
 
 
-def test_a_body_that_ends_early_is_400(client: Client, sandbox: str) -> None:
+def test_a_body_that_ends_early_is_400(client: Client, sandbox: str, tmp_path: Path) -> None:
     with client.raw() as sock:
         sock.sendall(HEAD + b'Content-Length: 100\r\n\r\n{"snapshot_tag"')
         sock.shutdown(socket.SHUT_WR)
         status, body = parse_answer(read_all(sock))
     assert (status, body["code"]) == (400, "invalid_input")
     with client.raw() as sock:
-        sock.sendall(f"PUT {sandbox}/files?path=/tmp/forkd-half HTTP/1.1\r\nContent-Length: 100\r\n\r\nhalf".encode())
+        sock.sendall(f"PUT {sandbox}/files?path={tmp_path}/half HTTP/1.1\r\nContent-Length: 100\r\n\r\nhalf".encode())
         sock.shutdown(socket.SHUT_WR)
         status, _ = parse_answer(read_all(sock))
     assert status == 400
-    assert client.get(f"{sandbox}/files/stat?path=/tmp/forkd-half").status == 404
+    assert client.get(f"{sandbox}/files/stat?path={tmp_path}/half").status == 404
 
 
-def test_a_client_that_resets_leaves_nothing_behind(client: Client, tcp: Client, sandbox: str) -> None:
+def test_a_client_that_resets_leaves_nothing_behind(client: Client, tcp: Client, sandbox: str, tmp_path: Path) -> None:
     for sent in (
         HEAD + b"Content-Length: 100\r\n\r\n{",
-        f"PUT {sandbox}/files?path=/tmp/forkd-reset HTTP/1.1\r\nHost: ::1\r\nContent-Length: 9\r\n\r\nabc".encode(),
+        f"PUT {sandbox}/files?path={tmp_path}/reset HTTP/1.1\r\nHost: ::1\r\nContent-Length: 9\r\n\r\nabc".encode(),
         f"GET {sandbox}/files?path=/dev/zero HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(),
         b"GET /v1/events?follow=true HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ):
@@ -204,7 +204,7 @@ def test_a_client_that_resets_leaves_nothing_behind(client: Client, tcp: Client,
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         sock.close()
     time.sleep(0.3)
-    assert client.get(f"{sandbox}/files/stat?path=/tmp/forkd-reset").status == 404
+    assert client.get(f"{sandbox}/files/stat?path={tmp_path}/reset").status == 404
     assert client.post(f"{sandbox}/exec", {"args": ["true"]}).status == 200
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ SANDBOX_KEYS = {
     *("id", "snapshot_tag", "netns", "guest_addr", "created_at_unix", "pid", "memory_limit_mib", "has_branched"),
     *("cpu_limit", "pids_limit", "io_limit_mib_s"),
     *("last_branch_memory_path", "branch_count", "state", "cause", "engine", "isolation", "deadline_unix"),
-    *("on_timeout", "labels", "metadata", "workspace"),
+    *("on_timeout", "labels", "metadata", "workspace", "way"),
 }
 Spawn = Callable[..., str]
 
@@ -56,6 +55,13 @@ def test_metrics_count_what_was_done(client: Client, sandbox: str) -> None:
     assert 'forkd_errors_total{code="not_found"}' in text
     counted = next(line for line in text.splitlines() if line.startswith("forkd_identity_seconds_count"))
     assert float(counted.split()[1]) >= 1
+    started = next(line for line in text.splitlines() if line.startswith('forkd_forks_total{way="start"}'))
+    assert float(started.split()[1]) >= 1
+    for none in (
+        *('forkd_forks_total{way="fork"}', "forkd_templates", "forkd_template_memory_bytes"),
+        *("forkd_templates_made_total", "forkd_templates_failed_total"),
+    ):
+        assert f"\n{none} 0.0\n" in text, none
 
 
 # Snapshots
@@ -134,6 +140,30 @@ def test_details_of_a_snapshot(client: Client) -> None:
     assert client.get("/v1/snapshots/nope/info").status == 404
 
 
+def test_a_rehearsal_is_kept_with_its_snapshot_and_bounded_as_the_warm_up_is(client: Client, new_tag: str) -> None:
+    body = {"tag": new_tag, "image": "small", "rehearse": "sum(range(9))", "wait": True}
+    assert client.post("/v1/snapshots", body).body["rehearsal"] == "sum(range(9))"
+    assert client.get(f"/v1/snapshots/{new_tag}").body["rehearsal"] == "sum(range(9))"
+    assert "rehearsal" not in client.get("/v1/snapshots/base").body
+    assert client.delete(f"/v1/snapshots/{new_tag}").status == 204
+    large = client.post("/v1/snapshots", {**body, "rehearse": "x" * (512 * 1024 + 1)})
+    assert (large.status, large.body["code"]) == (400, "invalid_input")
+    assert "The rehearsal is larger than" in large.body["error"]
+    assert client.post("/v1/snapshots", {**body, "rehearse": 7}).status == 422
+    assert client.get(f"/v1/snapshots/{new_tag}").status == 404
+
+
+def test_an_engine_without_templates_says_so_and_forks_without(client: Client, spawn: Spawn) -> None:
+    refused = client.post("/v1/snapshots/base/warm")
+    assert (refused.status, refused.body["code"]) == (501, "unsupported")
+    assert "the engine fake cannot do it yet" in refused.body["error"] and "forkd doctor" in refused.body["hint"]
+    assert client.post("/v1/snapshots/nope/warm").status == 404
+    assert client.post("/v1/snapshots/no%20tag/warm").status == 400
+    assert client.get("/v1/templates").body == []
+    assert client.get("/v1/templates?limit=0").status == 400
+    assert client.get(spawn()).body["way"] == "start"
+
+
 def test_the_flags_of_deleting_exclude_each_other(client: Client) -> None:
     assert client.delete("/v1/snapshots/base?cascade=true&force=true").status == 400
     assert client.delete("/v1/snapshots/nope?cascade=true").status == 404
@@ -200,6 +230,20 @@ def test_a_life_of_a_sandbox(client: Client) -> None:
         assert client.delete(f"/v1/sandboxes/{each['id']}").status == 404
         assert client.get(f"/v1/sandboxes/{each['id']}").status == 404
     assert not is_alive(one["pid"])
+
+
+def test_a_spawn_says_how_long_each_step_took_when_it_is_asked_to(client: Client) -> None:
+    key = {"Idempotency-Key": "phases"}
+    made = client.post("/v1/sandboxes?phases=true", {"snapshot_tag": "base", "n": 2}, headers=key)
+    assert made.status == 201
+    for info in made.body:
+        assert set(info) == SANDBOX_KEYS | {"phases_ms"}
+        assert "contract" in info["phases_ms"] and all(took_ms >= 0 for took_ms in info["phases_ms"].values())
+    again = client.post("/v1/sandboxes?phases=true", {"snapshot_tag": "base", "n": 2}, headers=key)
+    assert [set(info) for info in again.body] == [SANDBOX_KEYS] * 2  # it was not made now
+    assert client.post("/v1/sandboxes?phases=yes", {"snapshot_tag": "base"}).status == 400
+    for info in made.body:
+        assert client.delete(f"/v1/sandboxes/{info['id']}").status == 204
 
 
 def test_sandboxes_are_found_by_what_they_are(client: Client, spawn: Spawn) -> None:
@@ -297,10 +341,8 @@ def test_a_sandbox_that_died_says_so(client: Client, spawn: Spawn) -> None:
 def test_a_sandbox_that_dies_during_a_call_is_the_answer(client: Client, spawn: Spawn) -> None:
     path = spawn()
     pid = client.get(path).body["pid"]
-    killer = threading.Timer(0.3, os.kill, (pid, 9))
-    killer.start()
-    answer = client.post(f"{path}/exec", {"args": ["sleep", "20"]})
-    killer.join()
+    # Its own command does it: then the call is under way for certain.
+    answer = client.post(f"{path}/exec", {"shell": f"kill -9 {pid}; sleep 20"})
     assert (answer.status, answer.body["code"]) == (502, "guest_died")
 
 
@@ -434,7 +476,9 @@ def test_eval_is_streamed_as_it_comes(client: Client, sandbox: str) -> None:
     assert client.post("/v1/sandboxes/sb-0000000000/eval/stream", {"code": "1"}).status == 404
 
 
-def test_a_client_that_goes_away_ends_its_command_and_its_evaluation(client: Client, spawn: Spawn) -> None:
+def test_a_client_that_goes_away_ends_its_command_and_its_evaluation(
+    client: Client, spawn: Spawn, tmp_path: Path
+) -> None:
     path = spawn()
     for route, body in (
         ("exec", '{"shell": "echo $$ > /tmp/%s; exec sleep 98"}'),
@@ -452,8 +496,9 @@ def test_a_client_that_goes_away_ends_its_command_and_its_evaluation(client: Cli
         wait_until(lambda pid=pid: not is_alive(pid), "the command was ended")
         file.unlink()
     sock = client.raw()
-    sock.sendall(_request("POST", f"{path}/eval", b'{"code": "import time\\nstuck = 1\\ntime.sleep(98)"}'))
-    time.sleep(0.5)
+    code = f"import time\nstuck = 1\nopen('{tmp_path}/stuck', 'w').close()\ntime.sleep(98)"
+    sock.sendall(_request("POST", f"{path}/eval", json.dumps({"code": code}).encode()))
+    wait_until((tmp_path / "stuck").exists, "the evaluation runs")
     sock.close()
     begun = time.monotonic()
     assert client.post(f"{path}/eval", {"code": "stuck"}).body["value"] == 1

@@ -67,6 +67,7 @@ def test_a_request_under_way_is_finished_and_a_second_signal_hurries(empty: Home
     with running(empty, "--bind", "none", "--on-stop", "kill") as daemon:
         client, path = with_sandbox(empty, daemon.places(1)[0])
         statuses: list[int] = []
+        begun, go = empty.root / "begun", empty.root / "go"
 
         def ask(shell: str) -> threading.Thread:
             thread = threading.Thread(
@@ -75,10 +76,14 @@ def test_a_request_under_way_is_finished_and_a_second_signal_hurries(empty: Home
             thread.start()
             return thread
 
-        short, long = ask("sleep 1"), ask("sleep 60")
-        follower = client.stream("GET", "/v1/events?follow=true")
-        threading.Timer(0.5, daemon.signal, (signal.SIGTERM,)).start()
+        short = ask(f"echo >> {begun}; while [ ! -e {go} ]; do sleep 0.02; done")
+        long = ask(f"echo >> {begun}; sleep 60")
+        wait_until(lambda: begun.exists() and begun.stat().st_size == 2, "both are under way")
+        follower = client.stream("GET", "/v1/events?follow=true&since=0")
+        next(follower)
+        daemon.signal(signal.SIGTERM)
         assert [event.kind for event in follower if event.kind == "error"] == []
+        go.touch()
         short.join()
         assert statuses == [200]
         daemon.signal(signal.SIGTERM)
@@ -208,9 +213,8 @@ def test_a_hang_up_reopens_the_audit_log(empty: Home) -> None:
         wait_until(log.exists, "it is audited")
         log.rename(empty.root / "old.log")
         daemon.signal(signal.SIGHUP)
-        time.sleep(0.2)
-        client.get("/version")
-        wait_until(lambda: log.exists() and log.read_text(), "it goes on under its name")
+        # What is asked before it has seen the signal still goes to the old one.
+        wait_until(lambda: client.get("/version") and log.exists() and log.read_text(), "it goes on under its name")
         assert json.loads(daemon.errors().splitlines()[0])["message"].startswith("Ready")
 
 

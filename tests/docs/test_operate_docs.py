@@ -18,15 +18,17 @@ from support_daemon import environment, served
 from support_images import make_image
 from unit_filter import allowed_calls, parse_unit, read_sets
 
+from forkd.client.controller import Controller
 from forkd.daemon import audit, serve, settings
 from forkd.daemon.audit import AuditEntry
 from forkd.daemon.metrics import Metrics
 from forkd.daemon.settings import OPTIONS, merge_settings
 from forkd.engines.qemu.machine import ADOPT_DEADLINE_S
+from forkd.host import faults
 from forkd.host.marked import find_marked
 from forkd.host.paths import Home
 from forkd.model.sandbox import TRANSITIONS, State
-from forkd.runtime import events, faults, ports, upkeep
+from forkd.runtime import events, ports, upkeep
 
 ROOT = Path(__file__).parents[2]
 OPERATE = ROOT / "docs/operate"
@@ -220,8 +222,8 @@ def test_systemd_calls_the_unit_hardly_exposed(tmp_path: Path) -> None:
 @_needs_analyze
 def test_the_unit_refuses_system_calls_that_nobody_needs() -> None:
     allowed = allowed_calls(parse_unit(UNIT.read_text()), read_sets())
-    assert allowed >= {"seccomp", "capset", "pidfd_open", "execve"}
-    assert not allowed & {"mount", "setuid", "chown", "ptrace", "bpf", "init_module", "keyctl", "reboot"}
+    assert allowed >= {"seccomp", "capset", "pidfd_open", "execve", "ptrace", "pidfd_getfd", "kcmp"}
+    assert not allowed & {"mount", "setuid", "chown", "perf_event_open", "bpf", "init_module", "keyctl", "reboot"}
 
 
 @_needs_filter
@@ -255,6 +257,8 @@ def live_under_the_filter(home: Home, engine: str, image: str) -> None:
     ):
         controller.create_snapshot("warm", image, memory_mib=256, warm="past = 41", wait=True)
         (made,) = controller.spawn_sandboxes("warm")
+        if engine != "fake":
+            check_forks(controller)
         assert controller.exec_command(made["id"], ["sh", "-c", "echo $((6 * 7))"])["stdout"] == "42\n"
         started = controller.start_process(made["id"], shell="sleep 1000")["pid"]
         controller.pause_sandbox(made["id"])
@@ -264,12 +268,23 @@ def live_under_the_filter(home: Home, engine: str, image: str) -> None:
         served(home, "--bind", "none", "--on-stop", "kill", engine=engine, prefix=prefix) as daemon,
         daemon.controller() as controller,
     ):
-        assert controller.eval_code(made["id"], "past + 1")["result"] == "42"
+        for info in controller.list_sandboxes():
+            assert controller.eval_code(info["id"], "past + 1")["result"] == "42"
         # As crashes.md has it: commands end with their daemon, sandboxes do not.
         assert controller.list_processes(made["id"]) == []
         gone = controller.exec_command(made["id"], ["sh", "-c", f"kill -0 {started}"])
         assert gone["exit_code"] != 0
     assert find_marked(home.vms) == {}
+
+
+def check_forks(controller: Controller) -> None:
+    """Templates are made and forked as they are without the filter."""
+    assert controller.warm_snapshot("warm")["memory_bytes"] > 0
+    forks = controller.spawn_sandboxes("warm", n=3)
+    assert [info["way"] for info in forks] == ["fork"] * 3
+    for info in forks:
+        assert controller.eval_code(info["id"], "past + 1")["result"] == "42"
+        assert controller.exec_command(info["id"], ["hostname"])["stdout"].strip() == info["id"]
 
 
 def analyze(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -9,10 +9,12 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 from support_limits import cannot_limit_memory
 
+from forkd.engines.base import BootSpec, Frozen, Machine
 from forkd.engines.fake import FakeEngine
 from forkd.errors import Conflict, ForkdError, GuestDied, InvalidInput, NotFound, NotRunning, Unsupported, WarmupFailed
 from forkd.host.marked import find_marked
@@ -33,6 +35,40 @@ KILL = FleetOptions(on_stop="kill")
 SPEC = SandboxSpec(TAG)
 
 
+class HeldEngine(FakeEngine):
+    """One whose work can be held before it begins: how long a start takes must not decide what a test sees."""
+
+    def __init__(self) -> None:
+        super().__init__(outlive=True)
+        self._may = asyncio.Event()
+        self._may.set()
+        self._asked = asyncio.Semaphore(0)
+
+    def hold(self) -> None:
+        self._may.clear()
+
+    def let_go(self) -> None:
+        self._may.set()
+
+    async def held(self, times: int = 1) -> None:
+        """Until it was asked to boot or fork so often, and does not."""
+        for _ in range(times):
+            await self._asked.acquire()
+
+    async def boot(self, spec: BootSpec, directory: Path, memory_in: Path) -> Machine:
+        await self._wait()
+        return await super().boot(spec, directory, memory_in)
+
+    async def fork(self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
+        await self._wait()
+        return await super().fork(frozen, directory, limits)
+
+    async def _wait(self) -> None:
+        if not self._may.is_set():
+            self._asked.release()
+            await self._may.wait()
+
+
 def request(warm: str = "x = 41", tag: str = "warm", **fields: object) -> SnapshotRequest:
     return SnapshotRequest(parse_tag(tag), "python", MachineSpec(128), Warmup(warm), **fields)  # type: ignore[arg-type]
 
@@ -42,11 +78,16 @@ async def make(fleet: Fleet, **fields: object) -> None:
     await fleet.snapshots.wait(str(fields.get("tag", "warm")))
 
 
-def run(home: Home, work: Callable[[Fleet], Awaitable[None]], options: FleetOptions = KILL) -> None:
+def run(
+    home: Home,
+    work: Callable[[Fleet], Awaitable[None]],
+    options: FleetOptions = KILL,
+    engine: FakeEngine | None = None,
+) -> None:
     """`work` over a fleet with the snapshot `warm`; whatever it leaves is killed."""
 
     async def inside() -> None:
-        async with asyncio.timeout(120), Fleet.opened(home, FakeEngine(outlive=True), options) as fleet:
+        async with asyncio.timeout(120), Fleet.opened(home, engine or FakeEngine(outlive=True), options) as fleet:
             await make(fleet)
             await work(fleet)
 
@@ -143,10 +184,10 @@ def test_a_vm_that_dies_during_a_call_says_so(fake_home: Home) -> None:
     async def work(fleet: Fleet) -> None:
         (record,) = (await fleet.spawn(SPEC)).records
         assert record.pid
-        asyncio.get_running_loop().call_later(0.3, os.kill, record.pid, signal.SIGKILL)
         with pytest.raises(GuestDied, match="ended while"):
             async with fleet.use(record.id) as live:
-                await live.agent.run(["sleep", "30"])
+                # Its own command does it: then the call is under way for certain.
+                await live.agent.run(f"kill -KILL {record.pid}; sleep 30")
 
     run(fake_home, work)
 
@@ -249,28 +290,42 @@ def test_a_port_can_be_chosen_and_is_not_given_twice(fake_home: Home) -> None:
 
 
 def test_a_caller_that_goes_away_leaves_no_half_made_sandbox(fake_home: Home) -> None:
+    engine = HeldEngine()
+
     async def work(fleet: Fleet) -> None:
+        engine.hold()
         spawning = asyncio.create_task(fleet.spawn(SandboxSpec(TAG, n=2)))
-        await until(lambda: fleet.counts()[State.STARTING] == 2, "the reservation")
+        await engine.held(2)
+        assert fleet.counts()[State.STARTING] == 2
         spawning.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await spawning
+        engine.let_go()
         await until(lambda: fleet.counts()[State.RUNNING] == 2, "the rest of the spawn")
 
-    run(fake_home, work)
+    run(fake_home, work, engine=engine)
 
 
 def test_a_sandbox_that_is_starting_refuses(fake_home: Home) -> None:
+    engine = HeldEngine()
+
     async def work(fleet: Fleet) -> None:
+        engine.hold()
         spawning = asyncio.create_task(fleet.spawn(SPEC))
-        await until(lambda: fleet.counts()[State.STARTING] == 1, "the reservation")
+        await engine.held()
         (record,) = fleet.find(SandboxQuery())[0]
+        assert record.state is State.STARTING
         for refused in (fleet.kill, fleet.pause, fleet.resume):
             with pytest.raises(NotRunning, match="starting"):
                 await refused(record.id)
         with pytest.raises(NotRunning, match="starting"):
             fleet.use(record.id)
-        await spawning
+        engine.let_go()
+        (spawned,) = (await spawning).records
+        async with fleet.use(spawned.id) as live:
+            assert (await live.agent.eval("x")).repr == "41"
 
-    run(fake_home, work)
+    run(fake_home, work, engine=engine)
 
 
 def test_a_second_daemon_for_the_same_home_is_refused(fake_home: Home) -> None:
@@ -320,13 +375,17 @@ def test_a_workspace_whose_spawn_fails_does_not_keep_its_name(fake_home: Home) -
 
 
 def test_a_snapshot_is_writing_then_ready_and_tells_its_progress(fake_home: Home) -> None:
+    engine = HeldEngine()
+
     async def work(fleet: Fleet) -> None:
+        engine.hold()
         view = await fleet.snapshots.create(request(tag="second"))
         assert view.status == "writing"
         with pytest.raises(Conflict, match="already"):
             await fleet.snapshots.create(request(tag="second"))
         with pytest.raises(Conflict, match="still being made"):
             await fleet.spawn(SandboxSpec(parse_tag("second")))
+        engine.let_go()
         assert (await fleet.snapshots.wait("second")).status == "ready"
         assert [view.tag for view in fleet.snapshots.list()] == ["second", "warm"]
         stages = [event.data["stage"] for event in fleet.events.list(type="snapshot.progress")]
@@ -339,7 +398,7 @@ def test_a_snapshot_is_writing_then_ready_and_tells_its_progress(fake_home: Home
         with pytest.raises(NotFound):
             await fleet.snapshots.remove("second")
 
-    run(fake_home, work)
+    run(fake_home, work, engine=engine)
 
 
 def test_a_snapshot_that_fails_says_why_and_a_failed_replacement_changes_nothing(fake_home: Home) -> None:

@@ -131,17 +131,19 @@ def test_code_that_takes_too_long_is_an_error(run: Run, monkeypatch: pytest.Monk
 
 
 def test_the_version_of_numpy_is_asked_for_once_and_not_while_the_interpreter_is_busy(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(numpy_version, "ASK_S", 0.2)
 
     async def body(ports: AgentPorts, agent: Agent) -> None:
         port = ports.open("a")
         await agent.eval("import sys, types; sys.modules['numpy'] = types.SimpleNamespace(__version__='9.8.7')")
-        busy = asyncio.create_task(agent.eval("__import__('time').sleep(0.6) or 'slept'"))
-        await asyncio.sleep(0.1)
+        wait = f"import os, time\nwhile not os.path.exists('{tmp_path}/go'): time.sleep(0.01)\n'waited'"
+        busy = asyncio.create_task(agent.eval(wait))
+        await asyncio.sleep(0)  # it is on its way, before the ping
         assert (await call(port, action="ping"))["numpy_version"] == "unknown"
-        assert (await busy).value == "slept", "a ping must not interrupt what runs"
+        (tmp_path / "go").touch()
+        assert (await busy).value == "waited", "a ping must not interrupt what runs"
         assert (await call(port, action="ping"))["numpy_version"] == "9.8.7"
         await agent.eval("sys.modules['numpy'].__version__ = 'other'")
         assert (await call(port, action="ping"))["numpy_version"] == "9.8.7"
@@ -205,18 +207,20 @@ def test_a_sandbox_that_cannot_answer_is_an_error_reply(run: Run) -> None:
 
 
 def test_more_connections_than_allowed_are_told_so_and_the_port_recovers(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_SERVED", 3)
     monkeypatch.setattr(module, "_MAX_CONNECTIONS", 5)
 
     async def body(ports: AgentPorts, agent: Agent) -> None:
         port = ports.open("a")
-        slow = [asyncio.create_task(call(port, action="exec", args=["sleep", "0.5"])) for _ in range(3)]
+        wait = ["sh", "-c", f"while [ ! -e {tmp_path}/go ]; do sleep 0.01; done"]
+        slow = [asyncio.create_task(call(port, action="exec", args=wait)) for _ in range(3)]
         while (await agent.ping()).streams < 3:
             await asyncio.sleep(0.01)
         refused = await asyncio.gather(*(call(port, action="ping") for _ in range(20)))
         assert all(answer["error"].startswith("NoCapacity: ") for answer in refused)
+        (tmp_path / "go").touch()
         assert [answer["exit_code"] for answer in await asyncio.gather(*slow)] == [0, 0, 0]
         assert (await call(port, action="ping"))["pong"] is True
 

@@ -223,15 +223,16 @@ def test_too_many_commands_are_refused_and_one_that_ends_makes_room(run: Run, mo
 
 
 def test_ended_commands_are_forgotten_after_a_while(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FORGET_S", 0.2)
-
     async def body(agent: Agent, processes: Processes) -> None:
-        command = await processes.start(CommandSpec("echo kept"))
+        lasting = await processes.start(CommandSpec("true"))
         running = await processes.start(CommandSpec("sleep 1000"))
+        await read_all(lasting)
+        assert processes.get(lasting.pid) is lasting
+        monkeypatch.setattr(module, "FORGET_S", 0.1)
+        command = await processes.start(CommandSpec("echo kept"))
         await read_all(command)
-        assert processes.get(command.pid) is command
-        await asyncio.sleep(0.4)
-        assert processes.list() == [running]
+        await asyncio.sleep(0.2)
+        assert processes.list() == [lasting, running]
         assert (await read_all(command))[0] == b"kept\n", "whoever holds it can still read it"
 
     run(body)

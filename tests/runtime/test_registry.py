@@ -12,7 +12,7 @@ import pytest
 from forkd.errors import Conflict, HostLacks, NotFound
 from forkd.model.limits import NO_LIMITS, Limits
 from forkd.model.names import parse_tag
-from forkd.model.sandbox import TRANSITIONS, SandboxRecord, State, new_sandbox_id
+from forkd.model.sandbox import TRANSITIONS, SandboxRecord, State, Way, new_sandbox_id
 from forkd.runtime import database
 from forkd.runtime.registry import IdempotencyKey, Registry, SandboxQuery, SnapshotJob, WorkspaceRow
 
@@ -75,6 +75,34 @@ def test_what_is_written_is_there_for_the_next_daemon(tmp_path: Path) -> None:
     second.close()
 
 
+def test_how_a_sandbox_came_to_be_is_known_once_it_runs(registry: Registry) -> None:
+    one = record()
+    registry.insert_sandboxes([one])
+    assert registry.get_sandbox(one.id).way is None
+    registry.move([one.id], State.RUNNING, {one.id: {"way": Way.FORK.value}})
+    assert registry.get_sandbox(one.id).way is Way.FORK
+    registry.move([one.id], State.PAUSED)
+    assert registry.get_sandbox(one.id).way is Way.FORK
+
+
+def test_a_registry_between_then_and_now_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "registry.db"
+    db = sqlite3.connect(path)
+    db.executescript(database._FIRST + database._MORE_LIMITS)
+    for number, state in enumerate(("running", "starting")):
+        db.execute(
+            "INSERT INTO sandboxes (id, snapshot_tag, state, created_at_unix, engine, isolation, agent_port,"
+            " memory_limit_mib, on_timeout, labels, metadata)"
+            f" VALUES ('sb-000000000{number}', 'warm', '{state}', 1, 'fake', 'none', 4000, 256, 'kill', '{{}}', '{{}}')"
+        )
+    db.execute("PRAGMA user_version = 2")
+    db.commit()
+    db.close()
+    registry = Registry(path)
+    assert [(one.way, one.limits.memory_mib) for one in registry.list_sandboxes()] == [(Way.START, 256), (None, 256)]
+    registry.close()
+
+
 def test_a_file_that_is_no_registry_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "registry.db"
     path.write_bytes(b"no database at all, but long enough to be looked at" * 100)
@@ -105,7 +133,9 @@ def test_a_registry_of_the_version_before_is_taken_over_with_what_is_in_it(tmp_p
     db.commit()
     db.close()
     registry = Registry(path)
-    assert registry.get_sandbox("sb-0123456789").limits == NO_LIMITS  # the one it had was never enforced
+    taken_over = registry.get_sandbox("sb-0123456789")
+    assert taken_over.limits == NO_LIMITS  # the one it had was never enforced
+    assert taken_over.way is Way.START  # there was no other
     workspace = registry.find_workspace("w")
     assert workspace == WorkspaceRow("w", "ws-1", TAG, Limits(memory_mib=128), 1.0, 2.0)
     registry.close()

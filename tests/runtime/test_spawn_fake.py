@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,11 +21,12 @@ from forkd.errors import (
     SnapshotIncompatible,
 )
 from forkd.host.marked import find_marked
+from forkd.model.identity import Identity
 from forkd.model.machine import MachineSpec
 from forkd.runtime import spawn as spawning
 from forkd.runtime.admission import Capacity
 from forkd.runtime.sandbox import Sandbox
-from forkd.runtime.spawn import fork_children, fork_one, kill_all, new_identities
+from forkd.runtime.spawn import AfterFork, fork_children, fork_one, kill_all, new_identities
 from forkd.runtime.warmup import Warmup, booted, warm_up
 from forkd.wire.agent import EVAL, encode_message, pack_eval
 
@@ -56,6 +57,16 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Frozen:
 @pytest.fixture
 def freeze(tmp_path: Path) -> Freeze:
     return lambda code: asyncio.run(_freeze(tmp_path, code))
+
+
+def never_ready(identities: Sequence[Identity]) -> AfterFork:
+    """The last of them is not, so that a fork of all of them cannot be over before it is cancelled."""
+
+    async def wait(sandbox: Sandbox) -> None:
+        if sandbox.identity == identities[-1]:
+            await asyncio.Event().wait()
+
+    return wait
 
 
 def test_children_answer_are_distinct_and_know_what_their_parent_knew(frozen: Frozen, run_directory: Path) -> None:
@@ -131,16 +142,22 @@ def test_no_more_than_admitted_start_at_once(
 ) -> None:
     monkeypatch.setattr(spawning, "look", lambda: Capacity(100_000, 1))
     under_way, most = 0, 0
+    two = asyncio.Event()
 
     async def watch(_: Sandbox) -> None:
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
+        if under_way == 2:
+            two.set()
+        await two.wait()  # the first, however long the second takes to come
         await asyncio.sleep(0.05)
         under_way -= 1
 
     async def body() -> None:
-        await kill_all((await fork_children(ENGINE, frozen, new_identities(6), run_directory, after=watch)).sandboxes)
+        async with asyncio.timeout(60):
+            forked = await fork_children(ENGINE, frozen, new_identities(6), run_directory, after=watch)
+        await kill_all(forked.sandboxes)
 
     asyncio.run(body())
     assert most == 2
@@ -228,8 +245,9 @@ def test_partial_success_is_no_excuse_for_a_mistake_or_a_cancellation(frozen: Fr
     async def body() -> None:
         with pytest.raises(ZeroDivisionError):
             await fork_children(ENGINE, frozen, new_identities(3), run_directory, after=blunder, allow_partial=True)
+        identities = new_identities(6)
         forking = asyncio.create_task(
-            fork_children(ENGINE, frozen, new_identities(6), run_directory, allow_partial=True)
+            fork_children(ENGINE, frozen, identities, run_directory, after=never_ready(identities), allow_partial=True)
         )
         while len(find_marked(run_directory)) < 2:
             await asyncio.sleep(0.002)
@@ -278,7 +296,10 @@ def test_one_failure_afterwards_takes_all_children_with_it(frozen: Frozen, run_d
 @pytest.mark.parametrize("started", [1, 3])
 def test_a_cancellation_half_way_kills_all(frozen: Frozen, run_directory: Path, started: int) -> None:
     async def body() -> None:
-        forking = asyncio.create_task(fork_children(ENGINE, frozen, new_identities(8), run_directory))
+        identities = new_identities(8)
+        forking = asyncio.create_task(
+            fork_children(ENGINE, frozen, identities, run_directory, after=never_ready(identities))
+        )
         while len(find_marked(run_directory)) < started:
             await asyncio.sleep(0.002)
         forking.cancel()

@@ -84,6 +84,16 @@ def test_a_machine_that_cannot_be_is_damage(machine: dict[str, object]) -> None:
         parse_manifest(changed(machine=machine), "warm")
 
 
+def test_a_rehearsal_is_kept_and_manifests_from_before_there_were_any_are_read() -> None:
+    assert "rehearsal" not in json.loads(render_manifest(MANIFEST))
+    assert parse_manifest(render_manifest(MANIFEST), "warm").rehearsal is None
+    rehearsed = dataclasses.replace(MANIFEST, rehearsal="numpy.zeros(5)")
+    assert parse_manifest(render_manifest(rehearsed), "warm") == rehearsed
+    for wrong in (None, 2, ["x"], {}):
+        with pytest.raises(SnapshotDamaged):
+            parse_manifest(changed(rehearsal=wrong), "warm")
+
+
 def test_a_cpu_template_is_kept_and_manifests_from_before_there_were_any_are_read() -> None:
     assert "cpu_template" not in json.loads(render_manifest(MANIFEST))["machine"]
     templated = dataclasses.replace(MANIFEST, machine=MachineSpec(256, 2, "T2A"))

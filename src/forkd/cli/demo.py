@@ -12,6 +12,7 @@ from rich.table import Table
 from forkd.cli.progress import Shown
 from forkd.cli.running import run_async
 from forkd.errors import ContractBroken, InvalidInput
+from forkd.host.capacity import allow_open_files
 from forkd.host.paths import find_home
 from forkd.image import ImageStore, debian_spec, get_recipe
 from forkd.model.machine import parse_count
@@ -19,6 +20,8 @@ from forkd.runtime.demo import CODE, Result, run_demo
 from forkd.runtime.engines import open_engine
 from forkd.runtime.session import session
 from forkd.store.snapshots import SnapshotStore
+
+_VMMS = {"qemu": "QEMU", "firecracker": "Firecracker"}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,6 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     n = parse_count(args.n)
+    allow_open_files()
     home = find_home()
     engine = open_engine(args.engine)
     if engine.isolation == "none":
@@ -49,6 +53,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def render_way(result: Result) -> str:
+    started = f"a {_VMMS.get(result.engine, 'VMM')} started for each"
+    ways = {"fork": "forked from a template", "start": started}
+    return ways.get(result.way, "forked from a template, and some started")
+
+
 def _print_table(result: Result) -> None:
     console = Console(highlight=False)
     table = Table("what", "measured", box=None, pad_edge=False, header_style="bold")
@@ -60,7 +70,10 @@ def _print_table(result: Result) -> None:
         ("per child, p50 / p99", f"{result.per_child_ms['p50']:.0f} ms / {result.per_child_ms['p99']:.0f} ms"),
         ("memory per child, unique", f"{result.unique_mib_per_child:.1f} MiB"),
         ("idle CPU per child", f"{result.idle_cpu_percent_per_child:.2f} % of a core"),
+        ("children", render_way(result)),
     ]
+    if result.template_s is not None and result.template_mib is not None:
+        rows.append(("their template, made once", f"{result.template_s:.2f} s, {result.template_mib:.0f} MiB"))
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -31,6 +31,7 @@ class Order:
     warm: str | None
     warm_command: str | None
     warm_timeout_s: float
+    rehearse: str | None
     replace: bool
 
 
@@ -89,6 +90,7 @@ class _Request:
                 warm=order.warm,
                 warm_command=order.warm_command,
                 warm_timeout_secs=order.warm_timeout_s,
+                rehearse=order.rehearse,
                 replace=order.replace,
                 wait=True,
             )

@@ -28,7 +28,7 @@ NOUNS = {
     "down": Noun("service", "end all sandboxes and the daemon", "add_down"),
     "status": Noun("service", "show the daemon and what it runs", "add_status"),
     "image": Noun("image", "build, list, inspect and remove images"),
-    "snapshot": Noun("snapshot", "create, list, inspect and remove snapshots"),
+    "snapshot": Noun("snapshot", "create, list, inspect, warm and remove snapshots"),
     "fork": Noun("fork", "fork a snapshot into sandboxes"),
     "ls": Noun("ls", "list the sandboxes"),
     "tree": Noun("tree", "show which sandbox came from which snapshot"),

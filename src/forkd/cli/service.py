@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,9 @@ from forkd.cli.reach import (
     find_running,
     open_controller,
 )
-from forkd.cli.tables import print_facts, print_json
+from forkd.cli.tables import print_facts, print_json, render_size
 from forkd.errors import Conflict, InvalidInput, Unreachable
+from forkd.wire.api import TemplateInfo
 
 if TYPE_CHECKING:
     from forkd.client.controller import Controller
@@ -131,6 +133,7 @@ def collect_status(controller: Controller, address: Address) -> dict[str, Any]:
         "sandboxes": {state: states[state] for state in _STATES},
         "snapshots": len(controller.list_snapshots()),
         "workspaces": len(controller.list_workspaces()),
+        "templates": controller.list_templates(),
     }
 
 
@@ -144,7 +147,14 @@ def render_status(facts: dict[str, Any]) -> dict[str, str]:
         "sandboxes": ", ".join(counts) or "none",
         "snapshots": str(facts["snapshots"] or "none"),
         "workspaces": str(facts["workspaces"] or "none"),
+        "templates": _render_templates(facts["templates"]),
     }
+
+
+def _render_templates(infos: Sequence[TemplateInfo]) -> str:
+    """How many, and what they hold in all."""
+    held_bytes = sum(info["memory_bytes"] for info in infos)
+    return f"{len(infos)}, {render_size(held_bytes)}" if infos else "none"
 
 
 def _kill_all(controller: Controller) -> int:

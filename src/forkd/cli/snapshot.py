@@ -1,4 +1,4 @@
-"""`forkd snapshot`: create, list, inspect and remove frozen VMs."""
+"""`forkd snapshot`: create, list, inspect, warm and remove frozen VMs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from forkd.model.machine import MachineSpec
 from forkd.model.names import parse_image_name, parse_tag
 from forkd.wire.api import SnapshotInfo
 
-_HEADINGS = ("TAG", "STATUS", "CREATED", "MEMORY", "VCPUS", "ENGINE", "IMAGE", "WARM")
+_HEADINGS = ("TAG", "STATUS", "CREATED", "MEMORY", "VCPUS", "ENGINE", "IMAGE", "TEMPLATE", "WARM")
 _WARM_SHOWN = 40
 _SCRIPT_BYTES = 512 * 1024  # what the daemon takes
 
 
 def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
-    parser = nouns.add_parser("snapshot", help="create, list, inspect and remove snapshots")
+    parser = nouns.add_parser("snapshot", help="create, list, inspect, warm and remove snapshots")
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     create = add_action(actions, "create", run_create, "boot an image, warm it up and freeze it")
     create.add_argument("--tag", required=True, metavar="NEW_TAG", help="the snapshot's name")
@@ -35,11 +35,14 @@ def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
     create.add_argument("--warm-script", metavar="FILE", help="the same, from a file")
     create.add_argument("--warm-command", metavar="COMMAND", help="shell command to run in the guest")
     create.add_argument("--warm-timeout", type=float, default=300.0, metavar="S", help="for each of them (default 300)")
+    create.add_argument("--rehearse", metavar="CODE", help="Python that forks of a template are to find warm")
     create.add_argument("--replace", action="store_true", help="replace a snapshot of this tag")
     listing = add_action(actions, "ls", run_ls, "list the snapshots")
     listing.add_argument("-q", "--quiet", action="store_true", help="print tags only")
     inspect = add_action(actions, "inspect", run_inspect, "show all about a snapshot")
     inspect.add_argument("tag", metavar="TAG")
+    warm = add_action(actions, "warm", run_warm, "make a template of a snapshot ahead of its first fork")
+    warm.add_argument("tag", metavar="TAG")
     remove = add_action(actions, "rm", run_rm, "remove snapshots; one that is being made is given up")
     remove.add_argument("tag", nargs="+", metavar="TAG")
     for action in actions.choices.values():
@@ -58,6 +61,7 @@ def run_create(args: argparse.Namespace) -> int:
         warm=_warm_code(args.warm, args.warm_script),
         warm_command=args.warm_command,
         warm_timeout_s=args.warm_timeout,
+        rehearse=_checked_text(args.rehearse, "rehearsal"),
         replace=args.replace,
     )
     made = make_snapshot(args, order)
@@ -71,6 +75,7 @@ def run_create(args: argparse.Namespace) -> int:
 def run_ls(args: argparse.Namespace) -> int:
     with connect(args) as controller:
         found = controller.list_snapshots()
+        templates = set() if args.json or args.quiet else {info["tag"] for info in controller.list_templates()}
     if args.json:
         print_json(found)
         return 0
@@ -79,7 +84,9 @@ def run_ls(args: argparse.Namespace) -> int:
             print(info["tag"])
         return 0
     usable = [info for info in found if info["status"] != "failed"]
-    print_rows(_HEADINGS, map(_render_row, usable), folded=("WARM",))
+    rows = [_render_row(info, info["tag"] in templates) for info in usable]
+    shown = [name for name in _HEADINGS if name != "TEMPLATE" or any(row[name] for row in rows)]
+    print_rows(shown, ([row[name] for name in shown] for row in rows), folded=("WARM",))
     for info in found:
         if warning := info.get("warning"):
             print(f"warning: {info['tag']}: {render_plain(warning)}", file=sys.stderr)
@@ -104,6 +111,17 @@ def run_inspect(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_warm(args: argparse.Namespace) -> int:
+    with connect(args) as controller:
+        info = controller.warm_snapshot(parse_tag(args.tag))
+    if args.json:
+        print_json(info)
+    else:
+        held, made_in_s = render_size(info["memory_bytes"]), info["made_in_seconds"]
+        print(f"{info['tag']}  template of {held}, made in {made_in_s:.2f} s")
+    return 0
+
+
 def run_rm(args: argparse.Namespace) -> int:
     tags = list(dict.fromkeys(parse_tag(text) for text in args.tag))
     with connect(args) as controller:
@@ -116,19 +134,20 @@ def run_rm(args: argparse.Namespace) -> int:
     return 0
 
 
-def _render_row(info: SnapshotInfo) -> tuple[str, ...]:
+def _render_row(info: SnapshotInfo, template: bool) -> dict[str, str]:
     """What is not known yet of one that is being made is left open."""
     memory = info.get("memory_mib")
-    return (
-        info["tag"],
-        info["status"],
-        render_time(info["created_at_unix"]),
-        f"{memory} MiB" if memory else "",
-        str(info.get("vcpus", "")),
-        info.get("engine", ""),
-        info.get("image_id", "")[:12],
-        (" ".join(info.get("warm", "").split()) or info.get("progress", ""))[:_WARM_SHOWN],
-    )
+    return {
+        "TAG": info["tag"],
+        "STATUS": info["status"],
+        "CREATED": render_time(info["created_at_unix"]),
+        "MEMORY": f"{memory} MiB" if memory else "",
+        "VCPUS": str(info.get("vcpus", "")),
+        "ENGINE": info.get("engine", ""),
+        "IMAGE": info.get("image_id", "")[:12],
+        "TEMPLATE": "yes" if template else "",
+        "WARM": (" ".join(info.get("warm", "").split()) or info.get("progress", ""))[:_WARM_SHOWN],
+    }
 
 
 def _failure(info: SnapshotInfo) -> ForkdError:
@@ -141,9 +160,7 @@ def _failure(info: SnapshotInfo) -> ForkdError:
 
 def _warm_code(code: str | None, script: str | None) -> str | None:
     if script is None:
-        if code is not None and not code.isascii():
-            _check_text(code)
-        return code
+        return _checked_text(code, "warm-up")
     if code is not None:
         raise InvalidInput("--warm and --warm-script exclude each other", hint="Put the code into the script")
     try:
@@ -162,8 +179,9 @@ def _warm_code(code: str | None, script: str | None) -> str | None:
     return text
 
 
-def _check_text(code: str) -> None:
+def _checked_text(code: str | None, what: str) -> str | None:
     try:
-        code.encode()
+        (code or "").encode()
     except UnicodeEncodeError:
-        raise InvalidInput("The warm-up is not UTF-8 text", hint="Put it into a script saved as UTF-8") from None
+        raise InvalidInput(f"The {what} is not UTF-8 text", hint="Put it into a script saved as UTF-8") from None
+    return code

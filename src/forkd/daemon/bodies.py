@@ -87,6 +87,7 @@ class SnapshotBody(Body):
     warm: str | None = None
     warm_command: str | None = None
     warm_timeout_secs: float = Field(300.0, gt=0, le=MAX_WARM_SECONDS, allow_inf_nan=False)
+    rehearse: str | None = None
     replace: bool = False
     wait: bool = False
     kernel: str | None = None

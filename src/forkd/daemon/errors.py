@@ -43,6 +43,7 @@ STATUS: Mapping[str, int] = {
     "host_lacks": 500,
     "build_failed": 500,
     "engine_failed": 500,
+    "not_forkable": 500,
     "contract_broken": 500,
     "internal": 500,
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from forkd import __version__
+from forkd.model.sandbox import Way
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # When each counter began is of no use to us, and doubles their number.
@@ -18,6 +19,7 @@ _FAST_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 class Metrics:
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
+        self._counted: dict[Counter, int] = {}
         self.snapshots = Gauge("forkd_snapshots_total", "Snapshots there are", registry=registry)
         self.sandboxes = Gauge("forkd_sandboxes_active", "Sandboxes that live", registry=registry)
         self.branches = Gauge("forkd_branches_in_flight", "Branches being made", registry=registry)
@@ -26,6 +28,15 @@ class Metrics:
         build.labels(__version__).set(1)
         self.by_state = Gauge("forkd_sandboxes", "Sandboxes by state", ["state"], registry=registry)
         self.spawned = Counter("forkd_spawned", "Sandboxes that were forked", registry=registry)
+        self.forks = Counter(
+            "forkd_forks", "Sandboxes that were forked, by the way they took", ["way"], registry=registry
+        )
+        for way in Way:
+            self.forks.labels(way.value)
+        self.templates = Gauge("forkd_templates", "Templates there are", registry=registry)
+        self.template_bytes = Gauge("forkd_template_memory_bytes", "Memory that they hold", registry=registry)
+        self.templates_made = Counter("forkd_templates_made", "Templates that were made", registry=registry)
+        self.templates_failed = Counter("forkd_templates_failed", "Templates that failed", registry=registry)
         self.errors = Counter("forkd_errors", "Answers that are errors, by code", ["code"], registry=registry)
         self.audit_failures = Counter(
             "forkd_audit_failures", "Requests the audit log could not take", registry=registry
@@ -39,6 +50,11 @@ class Metrics:
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(name, text, buckets=_FAST_S, registry=self.registry)
+
+    def count_up(self, counter: Counter, total: int) -> None:
+        """A counter follows what somebody else counts."""
+        counter.inc(total - self._counted.get(counter, 0))
+        self._counted[counter] = total
 
     def render(self, look: Callable[[Metrics], None]) -> bytes:
         """`look` sets the gauges to what there is now."""

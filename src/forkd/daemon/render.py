@@ -8,12 +8,15 @@ from typing import Any, Literal, cast
 
 from starlette.responses import Response
 
+from forkd.engines.base import Phases
 from forkd.guest.files import FileInfo as GuestFile
 from forkd.guest.results import CommandResult, EvalResult
 from forkd.model.sandbox import SandboxRecord
 from forkd.runtime.events import EventRecord
 from forkd.runtime.processes import Command
 from forkd.runtime.snapshots import SnapshotDetail, SnapshotView
+from forkd.runtime.spawning import Spawned
+from forkd.runtime.templates import TemplateView
 from forkd.runtime.workspaces import WorkspaceRecord
 from forkd.wire.api import (
     EvalResponse,
@@ -24,6 +27,7 @@ from forkd.wire.api import (
     SandboxInfo,
     SnapshotInfo,
     SnapshotInfoDetail,
+    TemplateInfo,
     WorkspaceInfo,
 )
 
@@ -64,7 +68,26 @@ def render_sandbox(record: SandboxRecord) -> SandboxInfo:
         "labels": dict(record.labels),
         "metadata": dict(record.metadata),
         "workspace": record.workspace,
+        "way": None if record.way is None else record.way.value,
     }
+
+
+def render_spawned(spawned: Spawned, *, phases: bool) -> list[SandboxInfo]:
+    """With `phases` also how long each step took, unless the same request had made them before."""
+    infos = [render_sandbox(record) for record in spawned.records]
+    if phases and spawned.phases:
+        for info, seen in zip(infos, spawned.phases, strict=True):
+            info["phases_ms"] = render_phases(seen)
+    return infos
+
+
+def render_phases(phases: Phases) -> dict[str, float]:
+    """Milliseconds from the end of the step before to its own, in the order in which they ended."""
+    taken, before = {}, phases.begun
+    for step, at in sorted(phases.steps.items(), key=lambda item: item[1]):
+        taken[step.replace(" ", "_")] = round((at - before) * 1000, 3)
+        before = at
+    return taken
 
 
 def render_snapshot(view: SnapshotView) -> SnapshotInfo:
@@ -89,7 +112,20 @@ def render_snapshot(view: SnapshotView) -> SnapshotInfo:
         if view.manifest.machine.cpu_template is not None:
             info["cpu_template"] = view.manifest.machine.cpu_template
         info["warm"] = view.manifest.warm
+        if view.manifest.rehearsal is not None:
+            info["rehearsal"] = view.manifest.rehearsal
     return info
+
+
+def render_template(view: TemplateView) -> TemplateInfo:
+    return {
+        "tag": view.tag,
+        "pid": view.pid,
+        "memory_bytes": view.memory_bytes,
+        "made_in_seconds": round(view.made_in_s, 3),
+        "created_at_unix": int(view.created_at_unix),
+        "forks": view.forks,
+    }
 
 
 def render_snapshot_detail(detail: SnapshotDetail) -> SnapshotInfoDetail:

@@ -23,12 +23,14 @@ from forkd.daemon.metrics import Metrics
 from forkd.daemon.settings import Settings
 from forkd.daemon.state import Daemon
 from forkd.daemon.tokens import Keyring, read_token_file
+from forkd.host.capacity import allow_open_files
 from forkd.host.cgroup import LIMITS
 from forkd.host.cgroup_place import find_lack, find_place
 from forkd.host.paths import Home
 from forkd.image import ImageStore
 from forkd.runtime.engines import open_engine
 from forkd.runtime.fleet import Fleet, FleetOptions
+from forkd.runtime.templates import TemplatePolicy
 
 DRAIN_S = 10.0
 _IDLE_LOOK_S = 0.5
@@ -39,6 +41,7 @@ log = logging.getLogger("forkd.daemon")
 def serve(home: Home, settings: Settings) -> int:
     """Blocks until the daemon has stopped."""
     set_up_logs(settings.log_format, settings.log_level)
+    allow_open_files()
     with _caught_signals() as stop:
         asyncio.run(_serve(home, settings, stop))
     return 0
@@ -86,7 +89,9 @@ async def _serve(home: Home, settings: Settings, stop: Stop) -> None:
     engine = open_engine(settings.engine, outlive=True)
     if settings.unenforced_limits == "drop" and (lack := find_lack(find_place(), *LIMITS)):
         log.warning("Sandboxes run without limits that cannot be enforced: %s", lack.reason)
-    async with Fleet.opened(home, engine, FleetOptions(settings.on_stop, settings.unenforced_limits)) as fleet:
+    templates = TemplatePolicy(settings.templates, settings.template_memory_mib)
+    options = FleetOptions(settings.on_stop, settings.unenforced_limits, templates)
+    async with Fleet.opened(home, engine, options) as fleet:
         daemon = Daemon(fleet, ImageStore(home), metrics, audit)
         only_loopback = settings.bind is None or settings.bind.loopback
         app = make_app(daemon, keyring, only_loopback=only_loopback)

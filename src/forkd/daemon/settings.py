@@ -13,6 +13,7 @@ from typing import Any, Literal
 from forkd.errors import InvalidInput
 from forkd.host.paths import Home
 from forkd.runtime.doctor import AUTO, ENGINES
+from forkd.runtime.templates import DEFAULT_POLICY
 from forkd.wire.endpoint import DEFAULT_BIND, SOCKET_NAME
 
 NONE = "none"
@@ -22,6 +23,8 @@ ON_STOP = ("keep", "kill")
 UNENFORCED_LIMITS = ("refuse", "drop")
 CONFIG_VARIABLE = "FORKD_CONFIG"
 _MAX_IDLE_S = 365 * 24 * 3600.0
+_MAX_TEMPLATES = 64
+_MAX_TEMPLATE_MIB = 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Settings:
     idle_exit_secs: float
     on_stop: Literal["keep", "kill"]
     unenforced_limits: Literal["refuse", "drop"]
+    templates: int
+    template_memory_mib: int
 
     def __post_init__(self) -> None:
         if self.bind is None and self.socket is None:
@@ -197,6 +202,15 @@ def _parse_seconds(text: str) -> float:
     return seconds
 
 
+def _number_to(most: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) <= len(str(most)) and int(text) <= most):
+            raise ValueError(f"it is a number of 0 to {most}")
+        return int(text)
+
+    return parse
+
+
 OPTIONS: tuple[Option, ...] = (
     Option("bind", parse_bind, lambda _: DEFAULT_BIND, "listen on this address; none: no TCP", "ADDRESS:PORT"),
     Option("socket", _parse_path, lambda home: str(home.runtime / SOCKET_NAME), "the unix socket, or none", "PATH"),
@@ -215,5 +229,19 @@ OPTIONS: tuple[Option, ...] = (
         lambda _: "refuse",
         "what a limit gets that this host cannot enforce",
         "|".join(UNENFORCED_LIMITS),
+    ),
+    Option(
+        "templates",
+        _number_to(_MAX_TEMPLATES),
+        lambda _: str(DEFAULT_POLICY.count),
+        "how many templates there may be; 0: none, every fork starts a VMM",
+        "N",
+    ),
+    Option(
+        "template_memory_mib",
+        _number_to(_MAX_TEMPLATE_MIB),
+        lambda _: str(DEFAULT_POLICY.memory_mib),
+        "memory that all templates together may hold",
+        "MIB",
     ),
 )

@@ -32,12 +32,12 @@ def disk_mib(path: Path) -> int:
     return shutil.disk_usage(path).free // 2**20
 
 
-def admit_children(n: int, capacity: Capacity) -> int:
+def admit_children(n: int, capacity: Capacity, child_mib: int = CHILD_MIB) -> int:
     """How many of `n` children may start at the same time; raises NoCapacity when they do not fit at all."""
-    room = max(0, capacity.available_mib - RESERVE_MIB) // CHILD_MIB
+    room = max(0, capacity.available_mib - RESERVE_MIB) // child_mib
     if n > room:
         raise NoCapacity(
-            f"{n} children need about {n * CHILD_MIB} MiB, and {capacity.available_mib} MiB are available "
+            f"{n} children need about {n * child_mib} MiB, and {capacity.available_mib} MiB are available "
             f"({RESERVE_MIB} MiB of them stay reserved)",
             hint=f"Fork at most {room} now, or free some memory",
         )

@@ -92,6 +92,8 @@ async def _adopt(roster: Roster, record: SandboxRecord, leader: Marked, gate: as
             roster.bury(record.id, f"It could not be adopted: {error.message}")
             return
     state = State.PAUSED if machine.paused else State.RUNNING
+    # Stopped by a daemon that died before it could say so, or while it forked it: nobody was told of a pause.
+    interrupted = machine.paused and record.state is State.RUNNING
     port = _open_port(roster, record)
     with roster.registry.transaction():
         if state is not record.state:
@@ -100,6 +102,15 @@ async def _adopt(roster: Roster, record: SandboxRecord, leader: Marked, gate: as
         roster.registry.change(record.id, agent_port=port, pid=machine.pid)
         roster.events.emit("sandbox.adopted", sandbox_id=record.id)
     roster.hold(LiveSandbox(record.id, machine, None, state))
+    if interrupted:
+        await _go_on(roster, record.id)
+
+
+async def _go_on(roster: Roster, sandbox_id: str) -> None:
+    try:
+        await roster.resume(sandbox_id)
+    except ForkdError as error:
+        _log.warning("Sandbox %s was stopped when the last daemon died, and stays so: %s", sandbox_id, error.message)
 
 
 def _open_port(roster: Roster, record: SandboxRecord) -> int:

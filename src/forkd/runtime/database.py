@@ -79,8 +79,13 @@ ALTER TABLE workspaces ADD COLUMN pids_limit INTEGER;
 ALTER TABLE workspaces ADD COLUMN io_limit_mib_s INTEGER;
 UPDATE sandboxes SET memory_limit_mib = NULL;
 """
+# Sandboxes from before were all started.
+_WAYS = """
+ALTER TABLE sandboxes ADD COLUMN way TEXT;
+UPDATE sandboxes SET way = 'start' WHERE state != 'starting';
+"""
 # One for each version, in their order; never changed, only added to.
-_STEPS = (_FIRST, _MORE_LIMITS)
+_STEPS = (_FIRST, _MORE_LIMITS, _WAYS)
 
 
 class Database:

@@ -14,6 +14,7 @@ from forkd.engines.base import Engine
 from forkd.errors import Conflict, NotFound
 from forkd.host.files import owned
 from forkd.host.paths import DAEMON_LOCK, Home, ensure_private
+from forkd.model.names import parse_tag
 from forkd.model.sandbox import OnTimeout, SandboxRecord, SandboxSpec, State
 from forkd.runtime.adoption import recover
 from forkd.runtime.events import EventLog
@@ -22,6 +23,7 @@ from forkd.runtime.registry import IdempotencyKey, Registry, SandboxQuery
 from forkd.runtime.roster import Roster
 from forkd.runtime.snapshots import Snapshots, SnapshotView
 from forkd.runtime.spawning import Spawned, Spawner
+from forkd.runtime.templates import DEFAULT_POLICY, TemplatePolicy, Templates, TemplateView
 from forkd.runtime.upkeep import keep_up
 from forkd.runtime.workspaces import Workspaces
 
@@ -32,6 +34,7 @@ _KILLS_AT_ONCE = 16
 class FleetOptions:
     on_stop: Literal["keep", "kill"] = "keep"
     unenforced_limits: Literal["refuse", "drop"] = "refuse"
+    templates: TemplatePolicy = DEFAULT_POLICY
 
 
 _DEFAULT = FleetOptions()
@@ -52,10 +55,13 @@ class Fleet:
         self.registry = registry
         self.events = EventLog(registry)
         self.roster = Roster(home, engine, registry, self.events)
-        self.snapshots = Snapshots(home, engine, registry, self.events)
+        self.templates = Templates(engine, home.vms, options.templates)
+        self.snapshots = Snapshots(home, engine, registry, self.events, self.templates)
         self.workspaces = Workspaces(registry, self)
         self.ready = False
-        self._spawner = Spawner(self.roster, self.snapshots, drop_limits=options.unenforced_limits == "drop")
+        self._spawner = Spawner(
+            self.roster, self.snapshots, self.templates, drop_limits=options.unenforced_limits == "drop"
+        )
 
     @classmethod
     @asynccontextmanager
@@ -81,9 +87,16 @@ class Fleet:
         self.ready = False
         self.events.emit("daemon.stopping")
         await self.snapshots.close()
+        await self.templates.close()
         if options.on_stop == "kill":
             await self.kill_all()
         await self.roster.close()
+
+    async def warm(self, tag: str) -> TemplateView:
+        """Make a template of a snapshot ahead of its first fork; the one there is, when there is one."""
+        parsed = parse_tag(tag)
+        async with self.snapshots.held(parsed) as frozen:
+            return await self.templates.warm(frozen, parsed)
 
     # Sandboxes
 

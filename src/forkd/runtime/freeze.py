@@ -8,11 +8,11 @@ from pathlib import Path
 
 from forkd.engines.base import BootSpec, Engine, Frozen
 from forkd.guest.calls import Agent
+from forkd.host.faults import reach
 from forkd.host.threads import in_thread, offloaded
 from forkd.image import Image, Progress
 from forkd.model.machine import MachineSpec
 from forkd.model.names import SnapshotTag
-from forkd.runtime.faults import reach
 from forkd.runtime.warmup import Warmup, booted, warm_up
 from forkd.store.manifest import Manifest
 from forkd.store.snapshots import Snapshot, SnapshotStore
@@ -56,6 +56,7 @@ async def create_snapshot(
             warm=warmup.describe(),
             platform=platform,
             files={},
+            rehearsal=warmup.rehearsal,
         )
         await in_thread(lambda: seal(manifest))
         reach("snapshot.sealed")
@@ -69,4 +70,5 @@ def boot_spec(image: Image, machine: MachineSpec) -> BootSpec:
 
 def frozen_of(snapshot: Snapshot, image: Image) -> Frozen:
     """A stored snapshot as its engine sees it."""
-    return Frozen(snapshot.directory, boot_spec(image, snapshot.manifest.machine), snapshot.manifest.platform)
+    manifest = snapshot.manifest
+    return Frozen(snapshot.directory, boot_spec(image, manifest.machine), manifest.platform, manifest.rehearsal)

@@ -11,12 +11,12 @@ from typing import Any
 from forkd.errors import Conflict, NotFound
 from forkd.model.limits import Limits
 from forkd.model.names import SnapshotTag
-from forkd.model.sandbox import TRANSITIONS, OnTimeout, SandboxRecord, State
+from forkd.model.sandbox import TRANSITIONS, OnTimeout, SandboxRecord, State, Way
 from forkd.runtime.database import Database
 
 _LIMITS = "memory_limit_mib, cpu_limit, pids_limit, io_limit_mib_s"
 _WORKSPACE = "name, id, source_snapshot_tag, created_at_unix, last_active_unix"
-_CHANGEABLE = frozenset({"pid", "deadline_unix", "on_timeout", "cause", "agent_port", "ended_at_unix"})
+_CHANGEABLE = frozenset({"pid", "deadline_unix", "on_timeout", "cause", "agent_port", "ended_at_unix", "way"})
 
 
 @dataclass(frozen=True)
@@ -306,6 +306,7 @@ def _parse_row(row: sqlite3.Row) -> SandboxRecord:
         metadata=json.loads(row["metadata"]),
         workspace=row["workspace"],
         cause=row["cause"],
+        way=None if row["way"] is None else Way(row["way"]),
     )
 
 

@@ -15,13 +15,13 @@ from forkd.engines.base import Death, Engine, ExitReason, tail_of
 from forkd.engines.machine import CONSOLE
 from forkd.errors import ForkdError, GuestDied, InvalidInput, NotRunning
 from forkd.host.cgroup import find_group
+from forkd.host.faults import reach
 from forkd.host.marked import kill_marked
 from forkd.host.paths import Home
 from forkd.host.threads import in_thread
 from forkd.model.limits import Limits
 from forkd.model.sandbox import OnTimeout, SandboxRecord, State, check_timeout, parse_sandbox_id
 from forkd.runtime.events import EventLog
-from forkd.runtime.faults import reach
 from forkd.runtime.live import LiveSandbox
 from forkd.runtime.ports import AgentPorts
 from forkd.runtime.registry import Registry, absent

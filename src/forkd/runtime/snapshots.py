@@ -14,15 +14,16 @@ from pathlib import Path
 
 from forkd.engines.base import Engine, Frozen
 from forkd.errors import Conflict, ForkdError, NoCapacity, NotFound
+from forkd.host.faults import reach
 from forkd.host.paths import Home
 from forkd.host.threads import in_thread
 from forkd.image import Image, ImageStore
 from forkd.model.machine import MachineSpec
 from forkd.model.names import SnapshotTag, parse_tag
 from forkd.runtime.events import EventLog
-from forkd.runtime.faults import reach
 from forkd.runtime.freeze import create_snapshot, frozen_of
 from forkd.runtime.registry import Registry, SnapshotJob
+from forkd.runtime.templates import Templates
 from forkd.runtime.warmup import Warmup
 from forkd.store.manifest import Manifest
 from forkd.store.snapshots import Snapshot, SnapshotStore
@@ -77,13 +78,14 @@ class _Making:
 
 
 class Snapshots:
-    def __init__(self, home: Home, engine: Engine, registry: Registry, events: EventLog) -> None:
+    def __init__(self, home: Home, engine: Engine, registry: Registry, events: EventLog, templates: Templates) -> None:
         self.store = SnapshotStore(home.snapshots)
         self._home = home
         self._engine = engine
         self._images = ImageStore(home)
         self._registry = registry
         self._events = events
+        self._templates = templates
         self._making: dict[SnapshotTag, _Making] = {}
         self._turns = asyncio.Semaphore(BOOTS_AT_ONCE)
 
@@ -184,6 +186,8 @@ class Snapshots:
             except NotFound:
                 if not failed:
                     raise
+            # Afterwards: whoever still used the snapshot would have kept it, and might have begun another one.
+            await self._templates.drop(self.store.root / parsed)
         with self._registry.transaction():
             self._registry.remove_job(parsed)
             self._events.emit("snapshot.removed", snapshot_tag=parsed, data={"given_up": given_up})
@@ -232,6 +236,7 @@ class Snapshots:
             with self._registry.transaction():
                 self._registry.remove_job(request.tag)
                 self._events.emit("snapshot.ready", snapshot_tag=request.tag)
+            self._templates.drop_soon(self.store.root / request.tag)  # of what was replaced
         except asyncio.CancelledError:
             making.error = Conflict(f"Snapshot {request.tag} was given up")
             self._fail(request.tag, making.begun_at_unix, making.error)

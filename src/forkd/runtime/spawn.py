@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from forkd.engines.base import Engine, Frozen, Machine
+from forkd.engines.base import Engine, Frozen, Machine, Way
 from forkd.errors import ChannelClosed, EngineFailed, ForkdError, GuestDied, GuestTimeout
 from forkd.guest.calls import Agent
 from forkd.guest.identity import ForkProof, become
+from forkd.host.capacity import CHILD_MIB, FORKED_CHILD_MIB
+from forkd.host.faults import reach
 from forkd.model.identity import Identity, new_identity
 from forkd.model.limits import NO_LIMITS, Limits
 from forkd.model.machine import parse_count
 from forkd.model.sandbox import new_sandbox_id
 from forkd.runtime.admission import admit_children, look, starts_at_once
-from forkd.runtime.faults import reach
 from forkd.runtime.sandbox import Sandbox, raise_explained
+from forkd.runtime.templates import Template, fork_machine
 
 _MORE_ATTEMPTS = 2
 # A VMM whose channel just closed is dying, as a rule.
@@ -46,17 +49,19 @@ async def fork_children(
     directory: Path,
     *,
     limits: Limits = NO_LIMITS,
+    template: Template | None = None,
     gate: asyncio.Semaphore | None = None,
     after: AfterFork | None = None,
     allow_partial: bool = False,
 ) -> Forked:
     """All of them, or none and the first error. With `allow_partial` those that can, and an error when none could.
 
-    `gate` bounds how many start at once, where starts of others count too. `after` runs for each child as part of its
-    start. When the block is cancelled or something breaks that is no ForkdError, nobody lives.
+    `template`: what to fork, instead of starting a VMM for each. `gate` bounds how many start at once, where starts of
+    others count too. `after` runs for each child as part of its start. When the block is cancelled or something breaks
+    that is no ForkdError, nobody lives.
     """
     capacity = look()
-    admit_children(1 if allow_partial else parse_count(len(identities)), capacity)
+    admit_children(1 if allow_partial else parse_count(len(identities)), capacity, child_mib(template))
     engine.check(frozen)
     gate = gate or asyncio.Semaphore(starts_at_once(capacity))
     ready: dict[str, Sandbox] = {}
@@ -64,8 +69,9 @@ async def fork_children(
 
     async def start(identity: Identity) -> None:
         async with gate:
-            admit_children(1, look())  # again: those before it, and others, have taken memory since
-            sandbox = await fork_one(engine, frozen, identity, directory, limits)
+            # Again: those before it, and others, have taken memory since.
+            admit_children(1, look(), child_mib(template))
+            sandbox = await fork_one(engine, frozen, identity, directory, limits, template)
             ready[sandbox.id] = sandbox
             if after is not None:
                 await after(sandbox)
@@ -79,9 +85,10 @@ async def fork_children(
                 await failed.kill()
 
     try:
-        async with asyncio.TaskGroup() as tasks:
-            for identity in identities:
-                tasks.create_task(try_start(identity) if allow_partial else start(identity))
+        with template.in_use() if template else contextlib.nullcontext():
+            async with asyncio.TaskGroup() as tasks:
+                for identity in identities:
+                    tasks.create_task(try_start(identity) if allow_partial else start(identity))
     except BaseExceptionGroup as group:
         await kill_all(ready.values())
         first = _first(group)
@@ -94,12 +101,26 @@ async def fork_children(
     return Forked([ready[one.sandbox_id] for one in identities if one.sandbox_id in ready], errors)
 
 
+def child_mib(template: Template | None) -> int:
+    """What the next child is expected to need."""
+    return FORKED_CHILD_MIB if template and template.usable else CHILD_MIB
+
+
 async def fork_one(
-    engine: Engine, frozen: Frozen, identity: Identity, directory: Path, limits: Limits = NO_LIMITS
+    engine: Engine,
+    frozen: Frozen,
+    identity: Identity,
+    directory: Path,
+    limits: Limits = NO_LIMITS,
+    template: Template | None = None,
 ) -> Sandbox:
     """One child that has kept the fork contract; one that has not is killed before the error is raised."""
     try:
-        return await _fork_one(engine, frozen, identity, directory, limits)
+        machine = await fork_machine(engine, frozen, directory / identity.sandbox_id, limits, template)
+        reach("spawn.started")
+        forked = machine.phases.way is Way.FORK
+        with template.judged(limits) if template and forked else contextlib.nullcontext():
+            return await _prove(machine, identity)
     except (EngineFailed, GuestDied, GuestTimeout) as error:
         if limits != NO_LIMITS:
             limited = f"Its limits may be too low for the guest: {limits}"
@@ -107,9 +128,8 @@ async def fork_one(
         raise
 
 
-async def _fork_one(engine: Engine, frozen: Frozen, identity: Identity, directory: Path, limits: Limits) -> Sandbox:
-    machine = await engine.fork(frozen, directory / identity.sandbox_id, limits)
-    reach("spawn.started")
+async def _prove(machine: Machine, identity: Identity) -> Sandbox:
+    """Have it become someone of its own, or kill it."""
     agent: Agent | None = None
     try:
         try:

@@ -9,19 +9,20 @@ import asyncio
 import time
 from dataclasses import dataclass, replace
 
+from forkd.engines.base import Phases, Way
 from forkd.errors import Conflict, NotFound
 from forkd.host.cgroup import enforceable
+from forkd.host.faults import reach
 from forkd.model.identity import check_env
 from forkd.model.machine import parse_count
 from forkd.model.sandbox import SandboxRecord, SandboxSpec, State
 from forkd.runtime.admission import admit_children, look, starts_at_once
-from forkd.runtime.faults import reach
 from forkd.runtime.live import LiveSandbox
 from forkd.runtime.registry import IdempotencyKey, check_same_request
 from forkd.runtime.roster import Roster
-from forkd.runtime.sandbox import Sandbox
 from forkd.runtime.snapshots import Snapshots
-from forkd.runtime.spawn import Forked, fork_children, kill_all, new_identities
+from forkd.runtime.spawn import Forked, child_mib, fork_children, kill_all, new_identities
+from forkd.runtime.templates import Templates
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,18 @@ class Spawned:
     failed: int = 0
     contract_s: tuple[float, ...] = ()  # how long each child took to become someone
     fork_s: float = 0.0  # the engine's part: until all VMs ran and had kept the contract
+    ways: tuple[Way, ...] = ()  # how each child came to be
+    phases: tuple[Phases, ...] = ()
 
 
 class Spawner:
-    def __init__(self, roster: Roster, snapshots: Snapshots, *, drop_limits: bool = False) -> None:
+    def __init__(
+        self, roster: Roster, snapshots: Snapshots, templates: Templates, *, drop_limits: bool = False
+    ) -> None:
         """`drop_limits`: those that this host cannot enforce, instead of refusing them."""
         self._roster = roster
         self._snapshots = snapshots
+        self._templates = templates
         self._drop_limits = drop_limits
         self._starting = 0
         self._gate = asyncio.Semaphore(starts_at_once(look()))
@@ -76,7 +82,8 @@ class Spawner:
         if self._drop_limits:
             spec = replace(spec, limits=enforceable(spec.limits))
         async with self._snapshots.held(spec.snapshot_tag) as frozen:
-            admit_children(spec.n + self._starting, look())
+            template = self._templates.find(frozen)
+            admit_children(spec.n + self._starting, look(), child_mib(template))
             reach("spawn.begun")
             identities = new_identities(spec.n, env=spec.env)
             ids = [identity.sandbox_id for identity in identities]
@@ -91,6 +98,7 @@ class Spawner:
                     identities,
                     self._roster.home.vms,
                     limits=spec.limits,
+                    template=template,
                     gate=self._gate,
                     allow_partial=spec.allow_partial,
                 )
@@ -102,11 +110,14 @@ class Spawner:
             fork_s = time.monotonic() - begun
             reach("spawn.forked")
             try:
-                return replace(self._commit(spec, ids, forked), fork_s=fork_s)
+                spawned = replace(self._commit(spec, ids, forked), fork_s=fork_s)
             except BaseException:
                 await kill_all(forked.sandboxes)
                 self._roll_back(ids, key)
                 raise
+            if template is None:
+                self._templates.want(frozen, spec.snapshot_tag)
+            return spawned
 
     def _reserve(self, spec: SandboxSpec, ids: list[str], key: IdempotencyKey | None) -> None:
         roster, now = self._roster, time.time()
@@ -142,7 +153,11 @@ class Spawner:
         lost = [sandbox_id for sandbox_id in ids if sandbox_id not in alive]
         with roster.registry.transaction():
             changes = {
-                sandbox_id: {"pid": sandbox.machine.pid, "deadline_unix": deadline}
+                sandbox_id: {
+                    "pid": sandbox.machine.pid,
+                    "deadline_unix": deadline,
+                    "way": sandbox.machine.phases.way.value,
+                }
                 for sandbox_id, sandbox in alive.items()
             }
             roster.registry.move(list(alive), State.RUNNING, changes)
@@ -158,7 +173,14 @@ class Spawner:
                 roster.hold(LiveSandbox(sandbox_id, sandbox.machine, sandbox.agent, State.RUNNING))
                 roster.ports.serve(sandbox_id)
         records = tuple(roster.get(sandbox_id) for sandbox_id in ids if sandbox_id in alive)
-        return Spawned(records, len(lost), tuple(_contract_s(sandbox) for sandbox in alive.values()))
+        phases = tuple(sandbox.machine.phases for sandbox in alive.values())
+        return Spawned(
+            records,
+            len(lost),
+            contract_s=tuple(map(_contract_s, phases)),
+            ways=tuple(each.way for each in phases),
+            phases=phases,
+        )
 
     def _roll_back(self, ids: list[str], key: IdempotencyKey | None) -> None:
         roster = self._roster
@@ -172,6 +194,5 @@ class Spawner:
                 roster.events.emit("sandbox.removed", sandbox_id=sandbox_id)
 
 
-def _contract_s(sandbox: Sandbox) -> float:
-    phases = sandbox.machine.phases
+def _contract_s(phases: Phases) -> float:
     return phases.steps["contract"] - phases.steps.get("resume", phases.begun)

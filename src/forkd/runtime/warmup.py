@@ -21,17 +21,21 @@ MAX_WARM_SECONDS = 24 * 3600.0
 
 @dataclass(frozen=True)
 class Warmup:
-    """What runs in the parent before it is frozen: Python in the interpreter, then a shell command."""
+    """What runs in the parent before it is frozen: Python in the interpreter, then a shell command.
+
+    `rehearsal` is Python that only templates of the snapshot evaluate: an example of what their forks will do first.
+    """
 
     code: str | None = None
     command: str | None = None
     timeout_s: float = 300.0
+    rehearsal: str | None = None
 
     def __post_init__(self) -> None:
-        for text in (self.code, self.command):
-            if text is not None and len(_encode(text)) > MAX_WARM_BYTES:
+        for what, text in (("warm-up", self.code), ("warm-up", self.command), ("rehearsal", self.rehearsal)):
+            if text is not None and len(_encode(text, what)) > MAX_WARM_BYTES:
                 raise InvalidInput(
-                    f"The warm-up is larger than {MAX_WARM_BYTES} bytes",
+                    f"The {what} is larger than {MAX_WARM_BYTES} bytes",
                     hint="Put the code into the image and import it",
                 )
         if not 0 < self.timeout_s <= MAX_WARM_SECONDS:
@@ -41,11 +45,11 @@ class Warmup:
         return "; ".join(text for text in (self.code, self.command and f"$ {self.command}") if text)
 
 
-def _encode(text: str) -> bytes:
+def _encode(text: str, what: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidInput("The warm-up is not UTF-8 text", hint="Put it into a script saved as UTF-8") from error
+        raise InvalidInput(f"The {what} is not UTF-8 text", hint="Put it into a script saved as UTF-8") from error
 
 
 @asynccontextmanager

@@ -29,6 +29,7 @@ class Manifest:
     warm: str
     platform: Mapping[str, str]
     files: Mapping[str, FileSum]
+    rehearsal: str | None = None  # what a template evaluates before it is forked
 
 
 def render_manifest(manifest: Manifest) -> bytes:
@@ -40,6 +41,7 @@ def render_manifest(manifest: Manifest) -> bytes:
         "image_id": manifest.image_id,
         "machine": {key: value for key, value in asdict(manifest.machine).items() if value is not None},
         "warm": manifest.warm,
+        **({} if manifest.rehearsal is None else {"rehearsal": manifest.rehearsal}),
         "platform": dict(manifest.platform),
         "files": dump_sums(manifest.files),
     }
@@ -101,6 +103,7 @@ def _parse_fields(raw: dict[str, Any]) -> Manifest:
         warm=_typed(raw, "warm", str),
         platform={key: _typed(platform, key, str) for key in platform},
         files=parse_sums(raw["files"]),
+        rehearsal=_typed(raw, "rehearsal", str) if "rehearsal" in raw else None,
     )
 
 

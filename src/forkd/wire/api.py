@@ -35,6 +35,8 @@ class SandboxInfo(TypedDict):
     labels: dict[str, str]
     metadata: dict[str, str]
     workspace: str | None
+    way: Literal["start", "fork"] | None
+    phases_ms: NotRequired[dict[str, float]]
 
 
 class SnapshotInfo(TypedDict):
@@ -56,6 +58,7 @@ class SnapshotInfo(TypedDict):
     vcpus: NotRequired[int]
     cpu_template: NotRequired[str]
     warm: NotRequired[str]
+    rehearsal: NotRequired[str]
     progress: NotRequired[str]
 
 
@@ -71,6 +74,15 @@ class SnapshotInfoDetail(TypedDict):
     chain_depth: int
     dependents: list[str]
     ancestors: list[str]
+
+
+class TemplateInfo(TypedDict):
+    tag: str
+    pid: int
+    memory_bytes: int
+    made_in_seconds: float
+    created_at_unix: int
+    forks: int
 
 
 class WorkspaceInfo(TypedDict):

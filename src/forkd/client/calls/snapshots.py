@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from forkd.client.call import Again, Call, as_json, as_nothing, drop_unset
-from forkd.wire.api import SnapshotInfo, SnapshotInfoDetail
+from forkd.wire.api import SnapshotInfo, SnapshotInfoDetail, TemplateInfo
 
 _BOOT_AND_FREEZE_S = 600.0  # without KVM a boot alone takes a minute
+_REHEARSE_S = 300.0  # and the turn of others before it
 
 
 def list_snapshots() -> Call[list[SnapshotInfo]]:
@@ -30,6 +31,7 @@ def create_snapshot(
     warm: str | None,
     warm_command: str | None,
     warm_timeout_secs: float,
+    rehearse: str | None,
     replace: bool,
     wait: bool,
 ) -> Call[SnapshotInfo]:
@@ -42,6 +44,7 @@ def create_snapshot(
         warm=warm,
         warm_command=warm_command,
         warm_timeout_secs=warm_timeout_secs,
+        rehearse=rehearse,
         replace=replace,
         wait=wait,
     )
@@ -51,6 +54,14 @@ def create_snapshot(
 
 def delete_snapshot(tag: str) -> Call[None]:
     return Call("DELETE", ("v1", "snapshots", tag), as_nothing, again=Again.SAFE, gone_is_done=True)
+
+
+def warm_snapshot(tag: str) -> Call[TemplateInfo]:
+    return Call("POST", ("v1", "snapshots", tag, "warm"), as_json, again=Again.SAFE, takes_s=_REHEARSE_S)
+
+
+def list_templates() -> Call[list[TemplateInfo]]:
+    return Call("GET", ("v1", "templates"), as_json, again=Again.SAFE)
 
 
 def compact_snapshot(tag: str, to: str) -> Call[SnapshotInfo]:

@@ -18,8 +18,8 @@ from forkd.daemon.bodies import BranchBody, SpawnBody, TimeoutBody
 from forkd.daemon.errors import with_status
 from forkd.daemon.openapi import BODY, NAMED, Responses, errors, gives, takes, with_header
 from forkd.daemon.reading import parse_model, read_json, read_model
-from forkd.daemon.render import Json, render_sandbox
-from forkd.daemon.routes.parameters import MAX_ID, Id, Limit, PageToken, next_page
+from forkd.daemon.render import Json, render_sandbox, render_spawned
+from forkd.daemon.routes.parameters import MAX_ID, Flag, Id, Limit, PageToken, next_page
 from forkd.daemon.state import call_of
 from forkd.errors import InvalidInput, Unsupported
 from forkd.model.names import parse_tag
@@ -65,7 +65,9 @@ async def list_sandboxes(
     openapi_extra=takes(SpawnBody),
 )
 async def spawn_sandboxes(
-    request: Request, idempotency_key: Annotated[str | None, Header(max_length=_MAX_KEY)] = None
+    request: Request,
+    phases: Flag = False,
+    idempotency_key: Annotated[str | None, Header(max_length=_MAX_KEY)] = None,
 ) -> Response:
     call = call_of(request)
     raw = await read_json(request)
@@ -76,11 +78,13 @@ async def spawn_sandboxes(
     if spawned.fork_s:  # else these were made by the same request before
         call.daemon.metrics.spawn_s.observe(time.perf_counter() - begun)
         call.daemon.metrics.spawned.inc(len(spawned.records))
+    for way in spawned.ways:
+        call.daemon.metrics.forks.labels(way.value).inc()
     for took_s in spawned.contract_s:
         call.daemon.metrics.identity_s.observe(took_s)
     call.sandboxes += [record.id for record in spawned.records]
     headers = {"X-Forkd-Failed": str(spawned.failed)} if spawned.failed else {}
-    return Json([render_sandbox(record) for record in spawned.records], 201, headers)
+    return Json(render_spawned(spawned, phases=phases), 201, headers)
 
 
 @router.get("/v1/sandboxes/{id}", response_model=schemas.Sandbox, responses=errors(404))

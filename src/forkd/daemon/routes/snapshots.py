@@ -11,7 +11,7 @@ from forkd.daemon.bodies import CompactBody, SnapshotBody
 from forkd.daemon.client import while_connected
 from forkd.daemon.openapi import BODY, NAMED, Responses, errors, takes
 from forkd.daemon.reading import read_model
-from forkd.daemon.render import Json, render_snapshot, render_snapshot_detail
+from forkd.daemon.render import Json, render_snapshot, render_snapshot_detail, render_template
 from forkd.daemon.routes.parameters import Flag, Limit, PageToken, Tag, take_page
 from forkd.daemon.state import Daemon, call_of
 from forkd.errors import InvalidInput, Unsupported
@@ -51,7 +51,7 @@ async def create_snapshot(request: Request) -> Response:
         tag=parse_tag(body.tag),
         image=await _find_image(daemon, body),
         machine=MachineSpec(body.memory_mib, body.vcpus, body.cpu_template),
-        warmup=Warmup(body.warm, body.warm_command, body.warm_timeout_secs),
+        warmup=Warmup(body.warm, body.warm_command, body.warm_timeout_secs, body.rehearse),
         replace=body.replace,
     )
     view = await daemon.fleet.snapshots.create(asked)
@@ -78,6 +78,20 @@ async def delete_snapshot(request: Request, tag: Tag, cascade: Flag = False, for
 @router.get("/v1/snapshots/{tag}/info", response_model=schemas.SnapshotDetail, responses=errors(*NAMED))
 async def get_snapshot_info(request: Request, tag: Tag) -> Response:
     return Json(render_snapshot_detail(call_of(request).fleet.snapshots.detail(parse_tag(tag))))
+
+
+@router.post("/v1/snapshots/{tag}/warm", response_model=schemas.Template, responses=errors(*NAMED, 422, 501, 502, 504))
+async def warm_snapshot(request: Request, tag: Tag) -> Response:
+    call = call_of(request)
+    async with while_connected(call.link, request.receive):
+        return Json(render_template(await call.fleet.warm(parse_tag(tag))))
+
+
+@router.get("/v1/templates", response_model=schemas.list_of(schemas.Template), responses=errors())
+async def list_templates(request: Request, limit: Limit = None, page_token: PageToken = None) -> Response:
+    views = call_of(request).fleet.templates.views()
+    page, headers = take_page([(view.tag, view) for view in views], limit, page_token)
+    return Json([render_template(view) for view in page], headers=headers)
 
 
 @router.post(

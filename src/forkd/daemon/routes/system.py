@@ -113,3 +113,9 @@ def _look(seen: metrics.Metrics, daemon: Daemon) -> None:
     seen.sandboxes.set(sum(counts.get(state, 0) for state in LIVE))
     for state in State:
         seen.by_state.labels(state.value).set(counts.get(state, 0))
+    templates = daemon.fleet.templates
+    views = templates.views()
+    seen.templates.set(len(views))
+    seen.template_bytes.set(sum(view.memory_bytes for view in views))
+    seen.count_up(seen.templates_made, templates.made)
+    seen.count_up(seen.templates_failed, templates.failed)
