@@ -21,6 +21,7 @@ from forkd.engines.base import Engine, Frozen
 from forkd.errors import ContractBroken
 from forkd.host.memory import cpu_seconds
 from forkd.runtime.spawn import fork_children, kill_all, new_identities
+from forkd.runtime.templates import Template
 
 _WARMING_SPAWNS = 3
 _WARMING = 10
@@ -37,15 +38,18 @@ class CostSpec:
 
 @dataclass(frozen=True)
 class Direct:
-    """The engine without a daemon: the same snapshot, forked by ourselves."""
+    """The engine without a daemon: the same snapshot, forked by ourselves, as the daemon does it."""
 
     engine: Engine
     frozen: Frozen
     directory: Path
+    template: Template | None
 
     async def fork_ms(self, n: int) -> float:
         begun = time.perf_counter()
-        forked = await fork_children(self.engine, self.frozen, new_identities(n), self.directory)
+        forked = await fork_children(
+            self.engine, self.frozen, new_identities(n), self.directory, template=self.template
+        )
         took = time.perf_counter() - begun
         await kill_all(forked.sandboxes)
         return took * 1000

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from forkd.engines.base import Way
+
 FIRST_EVAL = "first eval"
 
 _ON_DISK = "image built, its files in the page cache; no snapshot, no process"
 _FORKABLE = "snapshot made and verified, its memory file in the page cache; no process started ahead"
+_TEMPLATED = f"{_FORKABLE} but its template, made before and kept for all forks"
 _CLEAN = "A clean page of the memory file counts where one child alone maps it"
 _CHILD = "a child whose eval was answered before"
+
+# How children come to be, where that is measured in more than one way. The others are started, as in the lab.
+START, FORK = Way.START.value, Way.FORK.value
+WAYS = {FORK: "from a template", START: "by start"}
 
 # Where each step of a fork or a cold boot is over; the steps are the engine's and the runtime's own marks.
 _STEP_ENDS = {
     "process start": "the VMM has answered on its monitor",
     "state load": "the VMM has loaded the device state",
+    "confine": "the VMM has the filter under which it starts no process",
+    "quiescence": "every thread of the template rests where it can be forked, the forks before this one being done",
+    "clone": "the template's process has been duplicated",
+    "descriptors": "the child has sockets, logs and files of its own",
+    "threads": "the child has threads of its own, all at rest",
     "resume": "the VMM has confirmed that the guest runs",
     "contract": "the host has checked the child's proof of the fork contract",
     "agent answers": "the agent's answer to the first greeting is on the host",
@@ -51,35 +63,45 @@ def snapshot_step(step: str) -> Figure:
     return Figure(f"snapshot.step.{step}", f"snapshot: {step}", "s", stop, "all steps before it")
 
 
-def fork_wall(n: int) -> Figure:
+def fork_wall(n: int, way: str = "") -> Figure:
     stop = f"all {n} children have answered their first evaluation"
-    return Figure(f"fork.{n}.wall", f"fork of {n}, all ready", "s", stop, _FORKABLE)
+    return Figure(f"{_place(n, way)}.wall", f"{_title(n, way)}, all ready", "s", stop, _prepared(way))
 
 
-def fork_child(n: int, share: str) -> Figure:
-    stop = "the answer to this child's first evaluation is on the host; starts when its process is started"
-    return Figure(f"fork.{n}.child.{share}", f"fork of {n}: one child, {share}", "ms", stop, _FORKABLE)
+def fork_child(n: int, share: str, way: str = "") -> Figure:
+    begin = "the engine is asked for it, before it waits for its turn" if way == FORK else "its process is started"
+    stop = f"the answer to this child's first evaluation is on the host; starts when {begin}"
+    return Figure(
+        f"{_place(n, way)}.child.{share}", f"{_title(n, way)}: one child, {share}", "ms", stop, _prepared(way)
+    )
 
 
-def fork_step(n: int, step: str, share: str) -> Figure:
-    what = f"fork of {n}: {step}, {share}"
-    return Figure(f"fork.{n}.step.{step}.{share}", what, "ms", _end(step), "all steps of this child before it")
+def fork_step(n: int, step: str, share: str, way: str = "") -> Figure:
+    what = f"{_title(n, way)}: {step}, {share}"
+    return Figure(f"{_place(n, way)}.step.{step}.{share}", what, "ms", _end(step), "all steps of this child before it")
 
 
-def fork_ok(n: int) -> Figure:
-    what = f"fork of {n}: children that answered right"
-    return Figure(f"fork.{n}.ok", what, "children", "the fork returned or failed", _FORKABLE)
+def fork_ok(n: int, way: str = "") -> Figure:
+    what = f"{_title(n, way)}: children that answered right"
+    return Figure(f"{_place(n, way)}.ok", what, "children", "the fork returned or failed", _prepared(way))
 
 
-def fork_cpu(n: int, of: str) -> Figure:
-    what = f"fork of {n}: CPU time of {of} per child until ready, mean"
-    return Figure(f"fork.{n}.cpu", what, "ms", "the child's first evaluation was answered", _FORKABLE)
+def fork_cpu(n: int, of: str, way: str = "") -> Figure:
+    what = f"{_title(n, way)}: CPU time of {of} per child until ready, mean"
+    return Figure(f"{_place(n, way)}.cpu", what, "ms", "the child's first evaluation was answered", _prepared(way))
 
 
-def unique_memory(n: int, of: str) -> Figure:
+def fork_host_cpu(n: int, way: str) -> Figure:
+    what = f"{_title(n, way)}: CPU time of this process and the template per child, mean"
+    stop = f"all {n} children have answered their first evaluation"
+    return Figure(f"{_place(n, way)}.host_cpu", what, "ms", stop, _prepared(way))
+
+
+def unique_memory(n: int, of: str, way: str = "") -> Figure:
     stop = f"all {n} children have answered their first evaluation"
     prepared = f"private pages of the VMM process. {_CLEAN}"
-    return Figure(f"fork.{n}.unique.{of}", f"fork of {n}: unique memory per child, {of}", "MiB", stop, prepared)
+    what = f"{_title(n, way)}: unique memory per child, {of}"
+    return Figure(f"{_place(n, way)}.unique.{of}", what, "MiB", stop, prepared)
 
 
 def idle_unique_memory(n: int, of: str, settle_s: float) -> Figure:
@@ -100,16 +122,27 @@ def unique_share(n: int) -> Figure:
     return Figure(f"fork.{n}.unique_share", what, "%", "both in the same round", "see the two figures")
 
 
-def idle_cpu(n: int, window_s: float) -> Figure:
-    what = f"fork of {n}: idle CPU per child, mean"
+def idle_cpu(n: int, window_s: float, way: str = "") -> Figure:
+    what = f"{_title(n, way)}: idle CPU per child, mean"
     stop = f"{window_s:g} s later, nobody having asked anything"
-    return Figure(f"fork.{n}.idle", what, "% of a core", stop, "all children alive, each after its first eval")
+    prepared = "all children alive, each after its first eval"
+    return Figure(f"{_place(n, way)}.idle", what, "% of a core", stop, prepared)
 
 
-def kill(n: int) -> Figure:
-    what = f"end of all {n} children"
+def kill(n: int, way: str = "") -> Figure:
+    what = f"end of all {n} children" + (f" made {WAYS[way]}" if way else "")
     stop = "every process is reaped, its sockets and directory are gone"
-    return Figure(f"fork.{n}.kill", what, "s", stop, f"{n} idle children")
+    return Figure(f"{_place(n, way)}.kill", what, "s", stop, f"{n} idle children")
+
+
+def template_made() -> Figure:
+    stop = "it has rehearsed what every child does, and stands still"
+    return Figure("template.made", "template: made in all", "s", stop, _FORKABLE)
+
+
+def template_memory() -> Figure:
+    prepared = "pages of its VMM process that belong to no file; shared with its children until one of them writes"
+    return Figure("template.memory", "template: memory of its own", "MiB", "it stands still", prepared)
 
 
 def trip(kind: str, share: str) -> Figure:
@@ -119,9 +152,17 @@ def trip(kind: str, share: str) -> Figure:
     return Figure(f"trip.{kind}.{share}", f"{what}, {share}", "ms", stop, f"{prepared}; the only VM")
 
 
-def fork_to_cold(n: int) -> Figure:
-    what = f"fork of {n} / cold boot of one"
-    return Figure(f"ratio.fork_{n}_to_cold_boot", what, "", "both in the same round", "see the two figures")
+def fork_to_cold(n: int, way: str = "") -> Figure:
+    what = f"{_title(n, way)} / cold boot of one"
+    name = f"ratio.fork_{n}{way and f'_{way}'}_to_cold_boot"
+    return Figure(name, what, "", "both in the same round", "see the two figures")
+
+
+def versus_start(n: int, figure: Figure) -> Figure:
+    """Of one about forks from a template: how it compares with the same one about children that are started."""
+    name = figure.name.replace(_place(n, FORK), f"ratio.fork.{n}.fork_to_start", 1)
+    what = f"{figure.what.replace(_title(n, FORK), f'fork of {n}')}, {WAYS[FORK]} / {WAYS[START]}"
+    return Figure(name, what, "", "both in the same round", "see the two figures")
 
 
 def step_rank(step: str) -> int:
@@ -131,3 +172,15 @@ def step_rank(step: str) -> int:
 
 def _end(step: str) -> str:
     return _STEP_ENDS.get(step, f"the step '{step}' is over")
+
+
+def _place(n: int, way: str) -> str:
+    return f"fork.{n}.{way}" if way else f"fork.{n}"
+
+
+def _title(n: int, way: str) -> str:
+    return f"fork of {n} {WAYS[way]}" if way else f"fork of {n}"
+
+
+def _prepared(way: str) -> str:
+    return _TEMPLATED if way == FORK else _FORKABLE

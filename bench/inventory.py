@@ -1,14 +1,19 @@
-"""What a daemon holds: processes, descriptors, sockets, tasks, rows, files. After the work it is what it was before."""
+"""What a daemon, or this process, holds: processes, descriptors, sockets, tasks, rows, files.
+
+After the work it is what it was before.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
 import sqlite3
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +25,8 @@ from forkd.host.memory import memory_use
 # An answer may arrive before the daemon has put everything away that it needed for it.
 SETTLE_S = 15.0
 _LOOK_S = 0.1
+# How threads are called that fork live VMs.
+_TRACERS = "fork-"
 # Grows to its limit and is cut there; its rows are no leak.
 _BOUNDED_TABLES = frozenset({"events"})
 # The audit log and its rotated predecessors, and the write-ahead log of a database that is open.
@@ -34,6 +41,7 @@ class Inventory:
     tasks: int
     rows: Mapping[str, int]  # by table
     files: frozenset[str]
+    threads: int = 0  # that trace
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,31 @@ def take_inventory(daemon: Served) -> Inventory:
         rows=_count_rows(daemon.home.registry),
         files=_list_files("home", daemon.home.root) | _list_files("run", daemon.home.runtime),
     )
+
+
+def take_own_inventory(directory: Path, others: Iterable[int] = ()) -> Inventory:
+    """Of this process, whose VMs live in `directory`. `others` are processes whose descriptors count too."""
+    alive = [pid for pid in (os.getpid(), *others) if _is_there(pid)]
+    descriptors = [kind for pid in alive for kind, _ in _describe_descriptors(pid)]
+    return Inventory(
+        processes=frozenset(_descendants(os.getpid())) | {one.pid for one in find_marked(directory).values()},
+        descriptors=Counter(descriptors),
+        listeners=0,
+        tasks=len(asyncio.all_tasks()),
+        rows={},
+        files=_list_files("run", directory),
+        threads=sum(thread.name.startswith(_TRACERS) for thread in threading.enumerate()),
+    )
+
+
+async def settle_own(directory: Path, before: Inventory, others: Iterable[int] = ()) -> list[str]:
+    """As `settle`, while the loop goes on."""
+    kept, deadline = tuple(others), time.monotonic() + SETTLE_S
+    while True:
+        left = find_leaks(before, take_own_inventory(directory, kept))
+        if not left or time.monotonic() > deadline:
+            return left
+        await asyncio.sleep(_LOOK_S)
 
 
 def take_use(pid: int) -> Use:
@@ -80,6 +113,7 @@ def find_leaks(before: Inventory, after: Inventory) -> list[str]:
         leaks += [f"descriptor of {kind}"] * (count - before.descriptors.get(kind, 0))
     leaks += ["listening socket"] * (after.listeners - before.listeners)
     leaks += ["task"] * (after.tasks - before.tasks)
+    leaks += ["thread"] * (after.threads - before.threads)
     for table, count in sorted(after.rows.items()):
         if table not in _BOUNDED_TABLES:
             leaks += [f"row of {table}"] * (count - before.rows.get(table, 0))

@@ -16,7 +16,7 @@ from bench.report import (
     Target,
     in_every_round,
     is_step,
-    render_median,
+    render_cell,
     render_section,
     render_steps,
     render_targets,
@@ -119,13 +119,6 @@ def _render_beside(section: Mapping[str, Any]) -> list[str]:
         pair = {engine: found[full] for engine in ENGINES if (full := f"{engine}.{name}") in found}
         what = next(entry["what"].removeprefix(f"{engine}, ") for engine, entry in pair.items())
         ratio = found.get(f"versus.{name}")
-        cells = [*(_render_cell(pair.get(engine)) for engine in ENGINES), render_value(ratio and ratio["median"])]
+        cells = [*(render_cell(pair.get(engine)) for engine in ENGINES), render_value(ratio and ratio["median"])]
         rows.append(f"| {what} | {' | '.join(cells)} |")
     return rows
-
-
-def _render_cell(figure: Mapping[str, Any] | None) -> str:
-    if figure is None:
-        return "-"
-    low, high = render_value(figure["min"]), render_value(figure["max"])
-    return f"{render_median(figure)} ({low} to {high})"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench import figures
-from bench.figures import FIRST_EVAL, Figure
+from bench.children import Children
+from bench.figures import FIRST_EVAL, FORK, Figure
+from bench.guest import evaluate
 from bench.probes import OF_VMM, Probe
 from bench.report import Round, Run, joined, render_failure, shares, step_lengths
 from forkd.engines.base import Engine, Frozen
@@ -22,8 +24,8 @@ from forkd.model.machine import MachineSpec
 from forkd.model.names import SnapshotTag, parse_tag
 from forkd.runtime import demo
 from forkd.runtime.freeze import boot_spec, create_snapshot, frozen_of
-from forkd.runtime.sandbox import Sandbox
 from forkd.runtime.spawn import fork_children, fork_one, kill_all, new_identities
+from forkd.runtime.templates import Template, Templates
 from forkd.runtime.warmup import booted, warm_up
 from forkd.store.snapshots import SnapshotStore
 
@@ -49,8 +51,10 @@ class Bench:
     machine: MachineSpec = demo.MACHINE
     probe: Probe = OF_VMM
     tag: SnapshotTag = TAG
-    # How often a fork of one is repeated in a round, of which the median is taken.
+    # How often a fork of one is repeated in a round: percentiles are over all of them.
     singles: int = 1
+    # How children come to be (see bench.figures); in one way that needs no name, unless several are compared.
+    ways: tuple[str, ...] = ("",)
 
 
 def begin_run(host: Mapping[str, Any], settings: Mapping[str, Any]) -> Run:
@@ -58,9 +62,11 @@ def begin_run(host: Mapping[str, Any], settings: Mapping[str, Any]) -> Run:
 
 
 def describe_work(rounds: int, sizes: Sequence[int], machine: MachineSpec) -> dict[str, Any]:
+    return {"rounds": rounds, "n": list(sizes), **describe_guest(machine)}
+
+
+def describe_guest(machine: MachineSpec) -> dict[str, Any]:
     return {
-        "rounds": rounds,
-        "n": list(sizes),
         "memory_mib": machine.memory_mib,
         "vcpus": machine.vcpus,
         "warm_up": demo.WARMUP.describe(),
@@ -83,20 +89,47 @@ async def round_parts(bench: Bench, title: str) -> AsyncGenerator[Round, None]:
         yield Round(taken if "snapshot" in bench.parts else {})
     with bench.store.held(bench.tag) as snapshot:
         frozen = frozen_of(snapshot, bench.image)
-        for n in bench.sizes if "fork" in bench.parts else ():
-            bench.progress.stage(f"{title}: fork of {n}")
-            yield await _try_fork(bench, frozen, n, title)
+        if "fork" in bench.parts:
+            async with aclosing(_fork_parts(bench, frozen, title)) as parts:
+                async for part in parts:
+                    yield part
         if "trip" in bench.parts:
             bench.progress.stage(f"{title}: round trips")
             yield Round(await measure_trips(bench, frozen))
 
 
-async def _try_fork(bench: Bench, frozen: Frozen, n: int, title: str) -> Round:
+async def _fork_parts(bench: Bench, frozen: Frozen, title: str) -> AsyncGenerator[Round, None]:
+    """Of each size in all ways, one after the other; without a template in those that need none."""
+    templates, ways = Templates(bench.engine, bench.directory), bench.ways
     try:
-        return Round(await measure_fork(bench, frozen, n))
+        if FORK in ways:
+            bench.progress.stage(f"{title}: template")
+            made = await _try_template(templates, frozen, bench.tag, title)
+            ways = ways if made.readings else tuple(way for way in ways if way != FORK)
+            yield made
+        for n in bench.sizes:
+            for way in ways:
+                name = f"{title}: fork of {n}{way and f' {figures.WAYS[way]}'}"
+                bench.progress.stage(name)
+                yield await _try_fork(bench, frozen, n, way, templates.find(frozen) if way == FORK else None, name)
+    finally:
+        await templates.close()
+
+
+async def _try_template(templates: Templates, frozen: Frozen, tag: SnapshotTag, title: str) -> Round:
+    try:
+        made = await templates.warm(frozen, tag)
+    except ForkdError as error:
+        return Round({}, (render_failure(f"{title}: template", error),))
+    return Round({figures.template_made(): made.made_in_s, figures.template_memory(): made.memory_bytes / 2**20})
+
+
+async def _try_fork(bench: Bench, frozen: Frozen, n: int, way: str, template: Template | None, title: str) -> Round:
+    try:
+        return await measure_fork(bench, frozen, n, way, template, title)
     except ForkdError as error:
         # Fewer than n is a finding of this bench, not the end of it.
-        return Round({figures.fork_ok(n): 0}, (render_failure(f"{title}: fork of {n}", error),))
+        return Round({figures.fork_ok(n, way): 0}, (render_failure(title, error),))
 
 
 def remove_snapshot(bench: Bench) -> None:
@@ -151,64 +184,29 @@ async def measure_snapshot(bench: Bench) -> dict[Figure, float]:
     return {figures.snapshot_total(): ended - starts[0], **steps}
 
 
-@dataclass
-class _Children:
-    """Stamps of each child, taken as it becomes ready."""
-
-    probe: Probe
-    total_ms: list[float] = field(default_factory=list)
-    steps_ms: dict[str, list[float]] = field(default_factory=dict)
-    cpu_ms: list[float] = field(default_factory=list)
-
-    async def ready(self, sandbox: Sandbox) -> None:
-        await evaluate(sandbox.agent)
-        now = time.monotonic()
-        phases = sandbox.machine.phases
-        self.total_ms.append((now - phases.begun) * 1000)
-        for step, length in step_lengths(phases.begun, {**phases.steps, FIRST_EVAL: now}).items():
-            self.steps_ms.setdefault(step, []).append(length * 1000)
-        self.cpu_ms.append(self.probe.cpu_seconds(sandbox) * 1000)
-
-
-async def measure_fork(bench: Bench, frozen: Frozen, n: int) -> dict[Figure, float]:
-    times = bench.singles if n == 1 else 1
-    return middle([await _measure_one_fork(bench, frozen, n) for _ in range(times)])
-
-
-def middle(repeated: Sequence[Mapping[Figure, float]]) -> dict[Figure, float]:
-    """The median of each figure; all of them read the same ones, and failed by raising."""
-    return {figure: statistics.median(each[figure] for each in repeated) for figure in repeated[0]}
-
-
-async def _measure_one_fork(bench: Bench, frozen: Frozen, n: int) -> dict[Figure, float]:
-    probe = bench.probe
-    stamps = _Children(probe)
-    begun = time.monotonic()
-    forked = await fork_children(
-        bench.engine, frozen, new_identities(n), bench.directory, limits=probe.limits, after=stamps.ready
-    )
-    wall = time.monotonic() - begun
-    children = forked.sandboxes
-    try:
-        # One size is enough: idling costs seconds of waiting, and memory means most where pages are shared by many.
-        held = await probe.held(children, frozen) if n == max(bench.sizes) else {}
-    finally:
-        begun = time.monotonic()
-        await kill_all(children)
-        killed = time.monotonic() - begun
-    return {
-        figures.fork_wall(n): wall,
-        figures.fork_ok(n): len(stamps.total_ms),
-        **{figures.fork_child(n, share): value for share, value in shares(stamps.total_ms).items()},
-        **{
-            figures.fork_step(n, step, share): value
-            for step, values in stamps.steps_ms.items()
-            for share, value in shares(values).items()
-        },
-        probe.cpu_figure(n): statistics.mean(stamps.cpu_ms),
-        **held,
-        figures.kill(n): killed,
-    }
+async def measure_fork(bench: Bench, frozen: Frozen, n: int, way: str, template: Template | None, title: str) -> Round:
+    children = Children(n, way, bench.probe, template)
+    held: dict[Figure, float] = {}
+    for _ in range(bench.singles if n == 1 else 1):
+        children.begin()
+        forked = await fork_children(
+            bench.engine,
+            frozen,
+            new_identities(n),
+            bench.directory,
+            limits=bench.probe.limits,
+            template=template,
+            after=children.ready,
+        )
+        try:
+            children.all_ready(forked.sandboxes)
+            # One size is enough: idling costs seconds of waiting, and says little of few.
+            if n == max(bench.sizes) and not held:
+                held = await bench.probe.held(forked.sandboxes, frozen, way)
+        finally:
+            with children.killing():
+                await kill_all(forked.sandboxes)
+    return Round({**children.readings(), **held}, children.failures(title))
 
 
 async def measure_trips(bench: Bench, frozen: Frozen) -> dict[Figure, float]:
@@ -244,10 +242,3 @@ async def _exec_trips(agent: Agent, count: int) -> list[float]:
         if result.exit_code != 0:
             raise ContractBroken(f"/bin/true ended with {result.exit_code}")
     return taken
-
-
-async def evaluate(agent: Agent) -> None:
-    """The demo's expression, and its answer checked: a wrong answer is no measurement."""
-    result = await agent.eval(demo.CODE)
-    if result.value != demo.EXPECTED:
-        raise ContractBroken(f"The guest answered {result.repr} instead of {demo.EXPECTED}")

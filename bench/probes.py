@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,9 @@ from typing import Protocol
 from bench import figures
 from bench.figures import Figure
 from forkd.engines.base import Frozen
-from forkd.errors import EngineFailed
+from forkd.errors import EngineFailed, GuestDied
 from forkd.host.cgroup import Group, find_group
-from forkd.host.memory import cpu_seconds, memory_use
+from forkd.host.memory import MemoryUse, memory_use
 from forkd.model.limits import NO_LIMITS, Limits
 from forkd.runtime import demo
 from forkd.runtime.sandbox import Sandbox
@@ -25,6 +26,8 @@ GROUPED = Limits(pids=10_000)
 
 _MIB = 2**20
 _BLOCK_BYTES = 512
+# Of a process, by its number: see clock_getcpuclockid(3).
+_CPU_CLOCK = 2
 # Both engines that have one call it so.
 _MEMORY_FILE = "memory"
 
@@ -34,31 +37,31 @@ class Probe(Protocol):
     def limits(self) -> Limits:
         """What children are forked with, so that this can look at them."""
 
-    def cpu_figure(self, n: int) -> Figure: ...
+    def cpu_figure(self, n: int, way: str) -> Figure: ...
 
     def cpu_seconds(self, child: Sandbox) -> float: ...
 
-    async def held(self, children: Sequence[Sandbox], frozen: Frozen) -> dict[Figure, float]:
+    def unique_mib(self, children: Sequence[Sandbox]) -> list[float]:
+        """Memory that each child has to itself; nothing where `held` reads it, later."""
+
+    async def held(self, children: Sequence[Sandbox], frozen: Frozen, way: str) -> dict[Figure, float]:
         """What children cost by being there, each after its first evaluation."""
 
 
 class VmmProbe:
     limits = NO_LIMITS
 
-    def cpu_figure(self, n: int) -> Figure:
-        return figures.fork_cpu(n, "the VMM")
+    def cpu_figure(self, n: int, way: str) -> Figure:
+        return figures.fork_cpu(n, "the VMM", way)
 
     def cpu_seconds(self, child: Sandbox) -> float:
-        return cpu_seconds(child.machine.pid)
+        return exact_cpu_seconds(child.machine.pid)
 
-    async def held(self, children: Sequence[Sandbox], frozen: Frozen) -> dict[Figure, float]:
-        n = len(children)
-        unique = [memory_use(child.machine.pid).unique_bytes / _MIB for child in children]
-        return {
-            figures.unique_memory(n, "mean"): statistics.mean(unique),
-            figures.unique_memory(n, "largest"): max(unique),
-            figures.idle_cpu(n, demo.IDLE_S): await demo.idle_cpu_percent(list(children)),
-        }
+    def unique_mib(self, children: Sequence[Sandbox]) -> list[float]:
+        return [unique_mib(child.machine.pid) for child in children]
+
+    async def held(self, children: Sequence[Sandbox], frozen: Frozen, way: str) -> dict[Figure, float]:
+        return {figures.idle_cpu(len(children), demo.IDLE_S, way): await demo.idle_cpu_percent(list(children))}
 
 
 OF_VMM = VmmProbe()
@@ -71,13 +74,16 @@ class GroupProbe:
     directory: Path
     limits: Limits = GROUPED
 
-    def cpu_figure(self, n: int) -> Figure:
-        return figures.fork_cpu(n, "all processes")
+    def cpu_figure(self, n: int, way: str) -> Figure:
+        return figures.fork_cpu(n, "all processes", way)
 
     def cpu_seconds(self, child: Sandbox) -> float:
         return self._group(child).cpu_seconds()
 
-    async def held(self, children: Sequence[Sandbox], frozen: Frozen) -> dict[Figure, float]:
+    def unique_mib(self, children: Sequence[Sandbox]) -> list[float]:
+        return []
+
+    async def held(self, children: Sequence[Sandbox], frozen: Frozen, way: str) -> dict[Figure, float]:
         n = len(children)
         before = [self.cpu_seconds(child) for child in children]
         await asyncio.sleep(SETTLE_S)
@@ -85,7 +91,7 @@ class GroupProbe:
         unique = [self._unique_bytes(child) for child in children]
         resident = resident_bytes(frozen)
         return {
-            figures.idle_cpu(n, SETTLE_S): statistics.mean(spent) / SETTLE_S * 100,
+            figures.idle_cpu(n, SETTLE_S, way): statistics.mean(spent) / SETTLE_S * 100,
             figures.idle_unique_memory(n, "mean", SETTLE_S): statistics.mean(unique) / _MIB,
             figures.idle_unique_memory(n, "largest", SETTLE_S): max(unique) / _MIB,
             figures.resident_memory(): resident / _MIB,
@@ -108,6 +114,30 @@ def _unique_bytes(pid: int) -> int:
         return memory_use(pid).unique_bytes
     except ProcessLookupError:
         return 0  # KVM has threads of the kernel in a VM's group; those have no memory of their own
+
+
+def unique_mib(pid: int) -> float:
+    return _memory_use(pid).unique_bytes / _MIB
+
+
+def anonymous_mib(pid: int) -> float:
+    """What belongs to no file, and so is the same whoever else maps those."""
+    return _memory_use(pid).anonymous_bytes / _MIB
+
+
+def _memory_use(pid: int) -> MemoryUse:
+    try:
+        return memory_use(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        raise GuestDied(f"Process {pid} ended while it was measured") from None
+
+
+def exact_cpu_seconds(pid: int) -> float:
+    """Of all its threads. /proc/<pid>/stat rounds down to ticks of 10 ms, as much as a fork needs in all."""
+    try:
+        return time.clock_gettime((~pid << 3) | _CPU_CLOCK)
+    except OSError:
+        raise GuestDied(f"Process {pid} ended while it was measured") from None
 
 
 def resident_bytes(frozen: Frozen) -> int:

@@ -1,4 +1,4 @@
-"""From the readings of each round to figures, targets, JSON and a table. Pure."""
+"""From the readings of each round to figures, targets, JSON and tables: what all parts share. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from bench.figures import Figure
 from forkd.errors import ForkdError
 from forkd.runtime.demo import percentile
 
-FORMAT = 1
-# How many children the targets speak of.
-TARGET_N = 100
-
-_STEP = re.compile(r"(?:(?P<engine>\w+)\.)?fork\.(?P<n>\d+)\.step\.(?P<step>.+)\.(?P<share>p\d+)")
+_STEP = re.compile(
+    r"(?:(?P<engine>\w+)\.)?fork\.(?P<n>\d+)\.(?:(?P<way>fork|start)\.)?step\.(?P<step>.+)\.(?P<share>p\d+)"
+)
 
 Readings = Mapping[Figure, float]
 
@@ -92,14 +90,6 @@ def step_lengths(begun: float, marks: Mapping[str, float]) -> dict[str, float]:
     return lengths
 
 
-def with_ratios(readings: Readings, sizes: Sequence[int]) -> dict[Figure, float]:
-    """The readings of a round, with the ratios between them."""
-    cold = readings.get(figures.cold_boot())
-    walls = {n: readings.get(figures.fork_wall(n)) for n in sizes}
-    ratios = {figures.fork_to_cold(n): wall / cold for n, wall in walls.items() if wall is not None and cold}
-    return {**readings, **ratios}
-
-
 def summarize(rounds: Sequence[Round]) -> dict[str, Summary]:
     """By name, in the order they were first read. A figure that a round lacks has fewer values."""
     collected: dict[Figure, list[float]] = {}
@@ -107,30 +97,6 @@ def summarize(rounds: Sequence[Round]) -> dict[str, Summary]:
         for figure, value in each.readings.items():
             collected.setdefault(figure, []).append(value)
     return {figure.name: Summary(figure, tuple(values)) for figure, values in collected.items()}
-
-
-def judge(summaries: Mapping[str, Summary], n: int = TARGET_N) -> list[Target]:
-    """Each thing forkd is meant to reach, against what was measured."""
-    faster = f"fork of {n} takes less time than a cold boot of one"
-    return [
-        within(faster, summaries, figures.fork_to_cold(n), "< 1", lambda value: value < 1),
-        within(
-            f"unique memory of the largest of {n} children",
-            summaries,
-            figures.unique_memory(n, "largest"),
-            "<= 24",
-            lambda value: value <= 24,
-        ),
-        within("idle CPU per child", summaries, figures.idle_cpu(n, 0), "< 0.5", lambda value: value < 0.5),
-        within(
-            "eval round trip on a warm child, p50",
-            summaries,
-            figures.trip("eval", "p50"),
-            "<= 2",
-            lambda value: value <= 2,
-        ),
-        in_every_round(f"{n} of {n} children succeed in every round", summaries, figures.fork_ok(n), n),
-    ]
 
 
 def within(
@@ -148,6 +114,18 @@ def within(
     return Target(name, bound, figure.unit, summary.median, worst, fits(summary.median), fits(worst))
 
 
+def at_most(name: str, summaries: Mapping[str, Summary], figure: Figure, limit: float) -> Target:
+    return within(name, summaries, figure, f"<= {limit:g}", lambda value: value <= limit)
+
+
+def below(name: str, summaries: Mapping[str, Summary], figure: Figure, limit: float) -> Target:
+    return within(name, summaries, figure, f"< {limit:g}", lambda value: value < limit)
+
+
+def none_of(name: str, summaries: Mapping[str, Summary], figure: Figure) -> Target:
+    return within(name, summaries, figure, "= 0", lambda value: value == 0)
+
+
 def in_every_round(name: str, summaries: Mapping[str, Summary], figure: Figure, n: int) -> Target:
     """One that a good median does not reach."""
     summary = summaries.get(figure.name)
@@ -155,10 +133,6 @@ def in_every_round(name: str, summaries: Mapping[str, Summary], figure: Figure, 
         return Target(name, f"= {n}", figure.unit, None, None, None, None)
     worst = min(summary.values)
     return Target(name, f"= {n}", figure.unit, summary.median, worst, worst == n, worst == n)
-
-
-def render_json(run: Run) -> dict[str, Any]:
-    return {"format": FORMAT, **render_section(run, judge(summarize(run.rounds)))}
 
 
 def render_section(run: Run, targets: Sequence[Target]) -> dict[str, Any]:
@@ -202,42 +176,46 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
-def render_markdown(report: Mapping[str, Any]) -> str:
-    """The tables of docs/bench.md, of a report as written to JSON."""
-    tables = (render_figures(report), render_steps(report), render_targets(report))
-    return "\n\n".join("\n".join(rows) for rows in tables if rows) + "\n"
+def is_step(name: str) -> bool:
+    """Whether a figure is about one step of a fork; those have a table of their own."""
+    return _STEP.fullmatch(name) is not None
 
 
-def render_figures(report: Mapping[str, Any]) -> list[str]:
+def render_figures(report: Mapping[str, Any], leave_out: Callable[[str], bool] = is_step) -> list[str]:
+    """`leave_out`: those that other tables have, by name."""
     rows = ["| what | median | fastest to slowest round |", "|---|---|---|"]
     for name, figure in report["figures"].items():
-        if not is_step(name):
+        if not leave_out(name):
             low, high = render_value(figure["min"]), render_value(figure["max"])
             rows.append(f"| {figure['what']} | {render_median(figure)} | {low} to {high} |")
     return rows
+
+
+def render_cell(figure: Mapping[str, Any] | None) -> str:
+    """Where several figures stand in one row."""
+    if figure is None:
+        return "-"
+    low, high = render_value(figure["min"]), render_value(figure["max"])
+    return f"{render_median(figure)} ({low} to {high})"
 
 
 def render_median(figure: Mapping[str, Any]) -> str:
     return f"{render_value(figure['median'])} {figure['unit']}".strip()
 
 
-def is_step(name: str) -> bool:
-    """Whether a figure is about one step of a fork; those have a table of their own."""
-    return _STEP.fullmatch(name) is not None
-
-
-def render_steps(report: Mapping[str, Any]) -> list[str]:
+def render_steps(report: Mapping[str, Any], way: str | None = None) -> list[str]:
     """One row for each step of a fork, one column for each number of children, by engine where there are several."""
     cells: dict[str, dict[tuple[int, str], dict[str, str]]] = {}
     for name, figure in report["figures"].items():
-        if found := _STEP.fullmatch(name):
+        if (found := _STEP.fullmatch(name)) and found["way"] == way:
             column = cells.setdefault(found["step"], {}).setdefault((int(found["n"]), found["engine"] or ""), {})
             column[found["share"]] = render_value(figure["median"])
     columns = sorted({column for row in cells.values() for column in row})
     if not columns:
         return []
     titles = (f"fork of {n}, {engine}" if engine else f"fork of {n}" for n, engine in columns)
-    rows = ["| step of one child, p50 / p99 in ms | " + " | ".join(titles) + " |"]
+    made = f" made {figures.WAYS[way]}" if way else ""
+    rows = [f"| step of one child{made}, p50 / p99 in ms | " + " | ".join(titles) + " |"]
     rows.append("|---|" + "---|" * len(columns))
     for step, row in sorted(cells.items(), key=lambda cell: figures.step_rank(cell[0])):
         shown = (" / ".join(row[column].values()) if column in row else "-" for column in columns)

@@ -16,6 +16,14 @@ from forkd.errors import EngineFailed
 ANSWER_S = 180.0
 
 
+class Refused(EngineFailed):
+    """Answered, with something else than a success."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class _UnixConnection(http.client.HTTPConnection):
     def __init__(self, path: Path, timeout: float) -> None:
         super().__init__("localhost", timeout=timeout)
@@ -60,5 +68,6 @@ class Rest:
         received = response.read()
         self.took_ms = (time.perf_counter() - begun) * 1000
         if response.status >= 300:
-            raise EngineFailed(f"{method} {path} was answered with {response.status}: {received[:500]!r}")
+            what = f"{method} {path} was answered with {response.status}: {received[:500]!r}"
+            raise Refused(what, response.status)
         return json.loads(received) if received else None

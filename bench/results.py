@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.containers import PART as CONTAINERS
+from bench.fork_report import PARTS as FORK_PARTS
 from bench.lab_report import PART as LAB
 from bench.service_report import PARTS
 from forkd.errors import InvalidInput
 from forkd.host.files import write_atomic
 
 # Parts that are a section each.
-SECTIONS = (*PARTS, LAB)
+SECTIONS = (*FORK_PARTS, *PARTS, LAB, CONTAINERS)
 
 _HINT = "Remove it, or write to another with --out"
 

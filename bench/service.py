@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from bench import service_figures as figures
 from bench.costs import CostSpec, Direct, measure_costs
 from bench.cycles import CycleSpec, measure_cycles
+from bench.ground import Ground, templated
 from bench.load import Answers, LoadSpec, measure_load
 from bench.measure import begin_run
 from bench.report import Round, Run, joined, render_failure, shares
@@ -98,11 +99,15 @@ async def _run_costs(service: Service, daemon: Served, run: Run, on_round: OnRou
     engine = open_engine(daemon.engine, outlive=True)
     image = ImageStore(daemon.home).open(IMAGE)
     with SnapshotStore(daemon.home.snapshots).held(parse_tag(TAG)) as snapshot:
-        direct = Direct(engine, frozen_of(snapshot, image), service.directory)
-        for number in range(1, service.rounds + 1):
-            service.progress.stage(f"daemon, {daemon.engine}: round {number} of {service.rounds}")
-            _add(run, number, Round(await measure_costs(daemon, direct, service.costs[daemon.engine])))
-            on_round(run)
+        async with AsyncExitStack() as stack:
+            ground = Ground(engine, frozen_of(snapshot, image), service.directory, service.progress)
+            lack = engine.why_no_live_forks()
+            template = None if lack else await stack.enter_async_context(templated(ground))
+            direct = Direct(engine, ground.frozen, service.directory, template)
+            for number in range(1, service.rounds + 1):
+                service.progress.stage(f"daemon, {daemon.engine}: round {number} of {service.rounds}")
+                _add(run, number, Round(await measure_costs(daemon, direct, service.costs[daemon.engine])))
+                on_round(run)
 
 
 def _add(run: Run, number: int, done: Round) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from bench.figures import Figure
 
-_READY = "daemon, snapshot and connection ready; a memory file in the page cache; no process started ahead"
+_READY = (
+    "daemon, snapshot and connection ready; a memory file in the page cache; "
+    "no process started ahead but the template, where the engine can fork one"
+)
 _CLIENTS_STOP = "the last byte of the answer is read; starts before the first byte of the request is sent"
 WAYS = {
     "unix": "plain HTTP, unix socket",

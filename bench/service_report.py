@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench import service_figures as figures
-from bench.figures import Figure
 from bench.report import (
     Run,
     Summary,
     Target,
+    at_most,
+    none_of,
     render_figures,
     render_section,
     render_targets,
     render_value,
     summarize,
-    within,
 )
 
 PARTS = ("daemon", "load", "cycles")
@@ -56,36 +56,28 @@ def _judge_costs(summaries: Mapping[str, Summary], engines: Sequence[str]) -> li
     for engine in engines:
         for n, limit in ((1, SPAWN_ONE_MS), (SPAWN_MANY, SPAWN_MANY_MS)):
             name = f"{engine}: the daemon's part of a spawn of {n}, p50"
-            targets.append(_at_most(name, summaries, figures.spawn_own(engine, n, "p50"), limit))
+            targets.append(at_most(name, summaries, figures.spawn_own(engine, n, "p50"), limit))
         for kind in ("exec", "eval"):
             for way in ("unix", "tcp"):
                 name = f"{engine}: {kind} by {figures.WAYS[way]}, on top of the agent, p50"
-                targets.append(_at_most(name, summaries, figures.call_more(engine, kind, way, "p50"), CALL_MS))
+                targets.append(at_most(name, summaries, figures.call_more(engine, kind, way, "p50"), CALL_MS))
     return targets
 
 
 def _judge_load(summaries: Mapping[str, Summary]) -> list[Target]:
     return [
-        _none("load: no error, no wrong answer", summaries, figures.load("errors")),
-        _none("load: nothing is left of the clients", summaries, figures.load("left")),
-        _at_most("load: memory gained in the last two thirds", summaries, figures.load("growth"), GROWTH_MIB),
+        none_of("load: no error, no wrong answer", summaries, figures.load("errors")),
+        none_of("load: nothing is left of the clients", summaries, figures.load("left")),
+        at_most("load: memory gained in the last two thirds", summaries, figures.load("growth"), GROWTH_MIB),
     ]
 
 
 def _judge_cycles(summaries: Mapping[str, Summary], engines: Sequence[str]) -> list[Target]:
     targets = []
     for engine in engines:
-        targets.append(_none(f"{engine}, cycles: no error", summaries, figures.cycles(engine, "errors")))
-        targets.append(_none(f"{engine}, cycles: nothing is left", summaries, figures.cycles(engine, "left")))
+        targets.append(none_of(f"{engine}, cycles: no error", summaries, figures.cycles(engine, "errors")))
+        targets.append(none_of(f"{engine}, cycles: nothing is left", summaries, figures.cycles(engine, "left")))
     return targets
-
-
-def _at_most(name: str, summaries: Mapping[str, Summary], figure: Figure, limit: float) -> Target:
-    return within(name, summaries, figure, f"<= {limit:g}", lambda value: value <= limit)
-
-
-def _none(name: str, summaries: Mapping[str, Summary], figure: Figure) -> Target:
-    return within(name, summaries, figure, "= 0", lambda value: value == 0)
 
 
 def render_service_markdown(report: Mapping[str, Any]) -> str:

@@ -10,8 +10,11 @@ import pytest
 from bench import figures, measure
 from bench.__main__ import main, run_rounds, write_report
 from bench.chart import draw
+from bench.children import Children
+from bench.engine_report import render_json
 from bench.measure import Bench
-from bench.report import Run, render_json
+from bench.probes import OF_VMM
+from bench.report import Run
 from forkd.engines.base import Frozen, Machine
 from forkd.engines.fake import FakeEngine
 from forkd.errors import EngineFailed, InvalidInput
@@ -99,9 +102,54 @@ def test_a_fork_of_one_is_repeated_as_often_as_asked_for(tmp_path: Path) -> None
     assert done.readings[figures.fork_ok(1)] == 1
 
 
-def test_of_what_was_repeated_the_median_is_read() -> None:
-    wall = figures.fork_wall(1)
-    assert measure.middle([{wall: 9.0}, {wall: 1.0}, {wall: 2.0}]) == {wall: 2.0}
+def test_of_what_was_repeated_percentiles_are_over_all_and_the_median_of_whole_forks_is_read() -> None:
+    children = Children(1, figures.FORK, OF_VMM, wall_s=[9.0, 1.0, 2.0], kill_s=[1.0, 3.0, 2.0])
+    children.total_ms += [90.0, 10.0, 20.0]
+    children.cpu_ms += [1.0, 2.0, 6.0]
+    children.host_cpu_ms += [1.0, 2.0, 3.0]
+    children.unique_mib += [1.0, 2.0, 3.0]
+    children.steps_ms["contract"] = [5.0, 6.0, 7.0]
+    read = {figure.name: value for figure, value in children.readings().items()}
+    assert read == {
+        "fork.1.fork.wall": 2.0,
+        "fork.1.fork.ok": 1,
+        "fork.1.fork.child.p50": 20.0,
+        "fork.1.fork.child.p99": 90.0,
+        "fork.1.fork.step.contract.p50": 6.0,
+        "fork.1.fork.step.contract.p99": 7.0,
+        "fork.1.fork.cpu": 3.0,
+        "fork.1.fork.host_cpu": 2.0,
+        "fork.1.fork.unique.mean": 2.0,
+        "fork.1.fork.unique.largest": 3.0,
+        "fork.1.fork.kill": 2.0,
+    }
+
+
+def test_a_child_that_was_started_instead_of_forked_is_a_finding() -> None:
+    children = Children(2, figures.FORK, OF_VMM)
+    children.ways.update({"fork": 1, "start": 1})
+    assert children.failures("round 1") == ("round 1: 1 children did not come from the template",)
+    children = Children(2, "", OF_VMM)
+    children.ways.update({"start": 2})
+    assert children.failures("round 1") == ()
+
+
+def test_a_template_that_cannot_be_made_is_a_finding_and_the_rest_is_measured(tmp_path: Path) -> None:
+    bench = Bench(
+        FakeEngine(),
+        SnapshotStore(tmp_path / "snapshots"),
+        image(tmp_path),
+        tmp_path / "run",
+        Silent(),
+        (1,),
+        frozenset({"fork"}),
+        ways=(figures.FORK, figures.START),
+    )
+    bench.directory.mkdir()
+    done = asyncio.run(measure.run_round(bench, "round 1"))
+    assert len(done.failures) == 1 and done.failures[0].startswith("round 1: template: unsupported: ")
+    assert done.readings[figures.fork_ok(1, figures.START)] == 1
+    assert not [figure for figure in done.readings if figure.name.startswith("fork.1.fork.")]
 
 
 def test_the_chart_is_drawn_from_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +173,17 @@ def test_a_fork_that_fails_is_a_finding_and_the_rest_is_measured(
     assert not store.has(measure.TAG)
 
 
-@pytest.mark.parametrize("words", [["--rounds", "0"], ["-n", "0"], ["-n", "1000000"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--rounds", "0"],
+        ["-n", "0"],
+        ["-n", "1000000"],
+        ["--crowd", "0"],
+        ["--live-forks", "0"],
+        ["--endurance", "5", "0"],
+    ],
+)
 def test_impossible_requests_are_refused_before_anything_is_done(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
