@@ -33,6 +33,7 @@ from forkd.host.procfork.descriptors import (
 )
 from forkd.host.procfork.program import Call
 from forkd.host.procfork.registers import Registers
+from forkd.host.procfork.scheduling import read_scheduling
 from forkd.host.procfork.source import Thread
 
 _CLOSE, _GETPID, _EPOLL_CTL, _DUP3 = 3, 39, 233, 292
@@ -189,7 +190,7 @@ def test_a_copy_counts_as_one_only_where_the_same_is_done_with_both() -> None:
 
 
 def thread(tid: int) -> Thread:
-    return Thread(tid, b"name", Registers().with_values(rsp=tid), b"", 0, 0, None, 0x9000 + tid)
+    return Thread(tid, b"name", Registers().with_values(rsp=tid), b"", 0, 0, None, 0x9000 + tid, read_scheduling(0))
 
 
 def test_actions_are_the_callers_or_those_of_the_kind_and_without_either_it_is_refused() -> None:
@@ -205,7 +206,7 @@ def test_actions_are_the_callers_or_those_of_the_kind_and_without_either_it_is_r
 def test_a_blueprint_foretells_the_numbers_that_the_kernel_will_give() -> None:
     descriptors = {0: Descriptor(0, "/x"), 2: Descriptor(2, "/x", alias_of=0), 4: Descriptor(4, "socket:[7]")}
     plan = ForkPlan(lambda each: Ours("x") if each.number == 4 else None)
-    blueprint = render_blueprint(0x10000, (thread(1), thread(2)), descriptors, plan)
+    blueprint = render_blueprint(0x10000, (thread(1), thread(2)), descriptors, {}, plan)
     assert blueprint.door_fds == (1, 3)
     assert blueprint.received == (5, 6)
     assert [each.number for each, _ in blueprint.sent] == [0, 4]
@@ -218,9 +219,9 @@ def test_a_blueprint_foretells_the_numbers_that_the_kernel_will_give() -> None:
 def test_what_is_too_much_for_one_blueprint_is_refused() -> None:
     files = {number: Descriptor(number, "/x") for number in range(MAX_SENT + 1)}
     with pytest.raises(NotForkable, match=f"has {MAX_SENT + 1} files"):
-        render_blueprint(0, (thread(1),), files, ForkPlan())
+        render_blueprint(0, (thread(1),), files, {}, ForkPlan())
     with pytest.raises(NotForkable, match="too many threads"):
-        render_blueprint(0, tuple(thread(tid) for tid in range(SCRATCH_BYTES // 1024)), {}, ForkPlan()).render()
+        render_blueprint(0, tuple(thread(tid) for tid in range(SCRATCH_BYTES // 1024)), {}, {}, ForkPlan()).render()
     plan = ForkPlan(set_up=[Call(_GETPID, (), bytes(64))] * (SCRATCH_BYTES // 64))
     with pytest.raises(NotForkable, match="too many"):
-        render_blueprint(0, (thread(1),), {}, plan).render()
+        render_blueprint(0, (thread(1),), {}, {}, plan).render()

@@ -296,7 +296,7 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0                  [vsysca
 
 
 def test_code_of_files_has_room_at_its_end() -> None:
-    assert code_ends(_MAPS) == [0x405000, 0x7F0000401000]
+    assert list(code_ends(_MAPS)) == [0x405000, 0x7F0000401000]
 
 
 def test_all_memory_but_the_kernels_own_is_advised() -> None:

@@ -24,6 +24,7 @@ from procfork_cases import (
 
 from forkd.errors import NotForkable
 from forkd.host.procfork import ptrace
+from forkd.host.procfork.scheduling import read_scheduling
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -179,6 +180,45 @@ def test_a_wait_that_only_the_kernel_can_go_on_with_ends_in_a_fork_as_by_a_signa
             assert child.eval("results") == [(-1, errno.EINTR)]
             assert source.eval("results") == []
             wait_until(lambda: source.eval("results") == [(0, 0)], every_s=0.05)
+
+
+def test_interval_timers_run_on_in_the_fork_and_in_the_source() -> None:
+    with python_started() as source:
+        source.ask("import signal\nrung = []\nsignal.signal(signal.SIGALRM, lambda *_: rung.append(1))")
+        source.ask("for which in (signal.ITIMER_VIRTUAL, signal.ITIMER_PROF): signal.setitimer(which, 3000, 7)")
+        source.ask("signal.setitimer(signal.ITIMER_REAL, 0.3, 0.02)")
+        with forked_from(source) as child:
+            for one in (child, source):
+                for which in ("VIRTUAL", "PROF"):
+                    left, interval = one.eval(f"signal.getitimer(signal.ITIMER_{which})")
+                    assert 2900 < left < 3001  # counted in ticks
+                    assert interval == 7
+                wait_until(lambda one=one: one.eval("len(rung)") > 1)
+
+
+def test_a_process_without_interval_timers_has_none_in_its_fork() -> None:
+    with python_started() as source:
+        source.ask("import signal")
+        with forked_from(source) as child:
+            for which in ("REAL", "VIRTUAL", "PROF"):
+                assert child.eval(f"signal.getitimer(signal.ITIMER_{which})") == (0, 0)
+
+
+def test_each_thread_is_scheduled_as_it_was(source: Subject) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root to raise a priority")
+    some = min(os.sched_getaffinity(0))
+    tids = {index: report.tid for index, report in check(source).items()}
+    os.setpriority(os.PRIO_PROCESS, source.pid, 3)
+    os.setpriority(os.PRIO_PROCESS, tids[0], 7)
+    os.sched_setaffinity(tids[1], {some})
+    os.sched_setscheduler(tids[2], os.SCHED_BATCH, os.sched_param(0))
+    os.sched_setscheduler(tids[3], os.SCHED_RR, os.sched_param(5))
+    with forked_from(source) as child:
+        for index, report in check(child).items():
+            assert read_scheduling(report.tid) == read_scheduling(tids[index])
+        assert read_scheduling(child.pid) == read_scheduling(source.pid)
+        assert_sound(child)
 
 
 @pytest.mark.parametrize("to", ["process", "thread"])

@@ -21,7 +21,7 @@ from forkd.host.procfork.program import Call
 from forkd.host.procfork.registers import POLLS
 
 T = TypeVar("T")
-OnRelease = Callable[[], None]
+OnHeld = Callable[[], None]
 
 # How long a QEMU that stands still is kept at rest for its next fork.
 _LINGER_S = 0.1
@@ -64,13 +64,13 @@ class ForkThread:
         return self._served
 
     async def fork(
-        self, directory: Path, ends: Ends, group: Group | None, *, linger: bool, on_released: OnRelease
+        self, directory: Path, ends: Ends, group: Group | None, *, linger: bool, on_held: OnHeld
     ) -> Made:
         """Raises NotForkable, and there is no child then. A cancelled caller waits."""
         if self._linger is not None:
             self._linger.cancel()
         try:
-            return await self._run(lambda: self._fork(directory, ends, group, keep=linger, on_released=on_released))
+            return await self._run(lambda: self._fork(directory, ends, group, keep=linger, on_held=on_held))
         finally:
             if linger:
                 self._linger = asyncio.get_running_loop().call_later(_LINGER_S, self._thread.submit, self._release)
@@ -102,13 +102,13 @@ class ForkThread:
             self._served = AGENT in roles.values()
             self._holder = Holder(self._pid, ForkPlan(render_choice(self._directory, roles), self._set_up, POLLS))
 
-    def _fork(self, directory: Path, ends: Ends, group: Group | None, *, keep: bool, on_released: OnRelease) -> Made:
+    def _fork(self, directory: Path, ends: Ends, group: Group | None, *, keep: bool, on_held: OnHeld) -> Made:
         if self._holder is None:  # it was let go since it was prepared
             self._prepare()
         assert self._holder is not None
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._release)
-            with self._holder.forked(ends.by_name(), keep=keep, on_source_released=on_released) as child:
+            with self._holder.forked(ends.by_name(), keep=keep, on_held=on_held) as child:
                 _make_its_own(child, directory, group)
                 pidfd = os.pidfd_open(child.pid)
                 on_failure.callback(os.close, pidfd)

@@ -13,7 +13,7 @@ from typing import Any
 from forkd.engines.base import Phases, Way
 from forkd.engines.machine import grouped, made_directory
 from forkd.engines.qemu.ends import AGENT, opened_ends
-from forkd.engines.qemu.fork_thread import ForkThread, Made, OnRelease
+from forkd.engines.qemu.fork_thread import ForkThread, Made, OnHeld
 from forkd.engines.qemu.machine import QemuMachine
 from forkd.engines.qemu.monitor import Monitor
 from forkd.engines.sockets import AGENT_SOCKET, reach
@@ -55,9 +55,9 @@ async def fork_machine(
             monitor.inherit()
             if not paused:
                 monitor.tell_cont()
-            released = asyncio.Event()
-            work = thread.fork(directory, ends, group, linger=settled, on_released=_from_thread(released))
-            made = await (work if source.paused else _fork_running(source, work, released, phases))
+            held = asyncio.Event()
+            work = thread.fork(directory, ends, group, linger=settled, on_held=_from_thread(held))
+            made = await (work if source.paused else _fork_running(source, work, held, phases))
             phases.steps.update(made.steps)
             process = WatchedProcess(made.pid, made.pidfd)
     channel = ends.channel
@@ -75,7 +75,7 @@ def _fork_thread(source: QemuMachine, *, dies_with: int | None) -> ForkThread:
     return source.fork_thread
 
 
-def _from_thread(event: asyncio.Event) -> OnRelease:
+def _from_thread(event: asyncio.Event) -> OnHeld:
     loop = asyncio.get_running_loop()
 
     def tell() -> None:
@@ -85,9 +85,12 @@ def _from_thread(event: asyncio.Event) -> OnRelease:
 
 
 async def _fork_running(
-    source: QemuMachine, forking: Coroutine[Any, Any, Made], released: asyncio.Event, phases: Phases
+    source: QemuMachine, forking: Coroutine[Any, Any, Made], held: asyncio.Event, phases: Phases
 ) -> Made:
-    """The source stands still only until it is forked; its fork is completed while it runs again."""
+    """The source stands still only until it is forked; its fork is completed while it runs again.
+
+    Once it is held it is told to go on, which it finds when it is let go: nobody has to wake up first.
+    """
     begun = time.monotonic()
     try:
         await source.monitor.execute("stop")
@@ -97,7 +100,7 @@ async def _fork_running(
         with contextlib.suppress(EngineFailed):
             await source.monitor.execute("cont")
         raise
-    work, waiting = asyncio.ensure_future(forking), asyncio.ensure_future(released.wait())
+    work, waiting = asyncio.ensure_future(forking), asyncio.ensure_future(held.wait())
     await asyncio.wait([work, waiting], return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forkd.errors import NotForkable
@@ -31,7 +31,7 @@ from forkd.host.procfork.source import Thread
 SCRATCH_BYTES = 128 * 1024
 _THREAD_BYTES = 1024
 
-_SOCKETPAIR, _CLONE, _PRCTL, _SET_ROBUST_LIST, _RSEQ = 53, 56, 157, 273, 334
+_SETITIMER, _SOCKETPAIR, _CLONE, _PRCTL, _SET_ROBUST_LIST, _RSEQ = 38, 53, 56, 157, 273, 334
 _PR_SET_NAME = 15
 _ROBUST_LIST_BYTES = 24
 _UNIX, _STREAM_CLOEXEC = 1, 0o2000001
@@ -85,7 +85,11 @@ class Blueprint:
 
 
 def render_blueprint(
-    base: int, threads: tuple[Thread, ...], descriptors: dict[int, Descriptor], plan: ForkPlan
+    base: int,
+    threads: tuple[Thread, ...],
+    descriptors: dict[int, Descriptor],
+    timers: Mapping[int, bytes],
+    plan: ForkPlan,
 ) -> Blueprint:
     """Raises NotForkable for a descriptor that nobody knows what to do with."""
     actions = choose_actions(descriptors, plan.choose)
@@ -106,6 +110,7 @@ def render_blueprint(
         calls += render_install(received, [each for each, _ in sent], door_fds)
         calls += render_copies(copies)
     calls += render_remake(descriptors, actions, door_fds[0])
+    calls += [Call(_SETITIMER, (number, DATA, 0), each, what="set a timer") for number, each in timers.items()]
     calls.append(_set_robust_list(threads[0]))
     others = threads[1:]
     threads_at = base + _THREAD_BYTES

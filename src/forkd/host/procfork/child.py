@@ -21,6 +21,7 @@ from forkd.host.procfork.program import Program
 from forkd.host.procfork.ptrace import Gone
 from forkd.host.procfork.registers import Registers, at_code, called_again, making_call, returned
 from forkd.host.procfork.rest import understood
+from forkd.host.procfork.scheduling import set_scheduling
 from forkd.host.procfork.source import Source, Thread, held, read_descriptors
 
 _MMAP, _MUNMAP = 9, 11
@@ -172,6 +173,7 @@ class Child:
             ptrace.set_registers(tid, called_again(thread.registers, in_duplicate=True))
             ptrace.set_extended(tid, thread.extended)
             ptrace.set_signal_mask(tid, thread.signal_mask)
+            set_scheduling(tid, thread.scheduling)
 
 
 class Holder:
@@ -190,24 +192,24 @@ class Holder:
         ours: Mapping[str, int] | None = None,
         *,
         keep: bool = False,
-        on_source_released: Callable[[], None] = lambda: None,
+        on_held: Callable[[], None] = lambda: None,
     ) -> Iterator[Child]:
         """A duplicate, set up as planned and not yet running; it runs when the block has ended well.
 
         `ours`: the descriptors that the plan calls by name. Raises NotForkable; then, and when the block fails, there
         is no child. The source runs on in every case, and from before the child is set up, unless it is to be kept at
-        rest for the next fork.
+        rest for the next fork. `on_held` is called when it is at rest, and does not run before it is forked or refused.
         """
         times = Times()
         with contextlib.ExitStack() as child_ends:
             try:
-                taken, child = self._clone(times, child_ends)
+                taken = self._take_hold(on_held)
+                child = self._clone(taken, times, child_ends)
             except BaseException:
                 self.release()
                 raise
             if not keep:
                 self.release()
-                on_source_released()
             times.mark("clone")
             child.complete(*self._draw(taken, child), ours or {})
             reach("fork.completed")
@@ -221,8 +223,7 @@ class Holder:
             hold, self._hold, self._taken = self._hold, None, None
             hold.close()
 
-    def _clone(self, times: Times, child_ends: contextlib.ExitStack) -> tuple[Taken, Child]:
-        taken = self._take_hold()
+    def _clone(self, taken: Taken, times: Times, child_ends: contextlib.ExitStack) -> Child:
         main, source = taken.threads[0], taken.source
         times.mark("quiescence")
         reach("fork.held")
@@ -233,14 +234,15 @@ class Holder:
         child_ends.callback(child.close)
         child_ends.enter_context(_killed_on_failure(child))
         child.take_over()
-        return taken, child
+        return child
 
-    def _take_hold(self) -> Taken:
+    def _take_hold(self, on_held: Callable[[], None]) -> Taken:
         if self._taken is None:
             with contextlib.ExitStack() as hold:
                 source = hold.enter_context(held(self._pid, self._plan.main_rests_in))
+                on_held()
                 source.prepare()
-                self._taken = Taken(source, source.read_threads(), read_descriptors(self._pid))
+                self._taken = Taken(source, source.read_threads(), read_descriptors(self._pid), source.read_timers())
                 self._hold, self._drawn = hold.pop_all(), None
         return self._taken
 
@@ -249,7 +251,9 @@ class Holder:
         if self._drawn is not None:
             child.map_scratch(self._drawn[0].base)
             return self._drawn
-        blueprint = render_blueprint(child.map_scratch(None), taken.threads, taken.descriptors, self._plan)
+        blueprint = render_blueprint(
+            child.map_scratch(None), taken.threads, taken.descriptors, taken.timers, self._plan
+        )
         self._drawn = blueprint, blueprint.render()
         return self._drawn
 
@@ -261,6 +265,7 @@ class Taken:
     source: Source
     threads: tuple[Thread, ...]
     descriptors: dict[int, Descriptor]
+    timers: Mapping[int, bytes]
 
 
 def forked(pid: int, plan: ForkPlan, ours: Mapping[str, int] | None = None) -> AbstractContextManager[Child]:

@@ -1,36 +1,48 @@
 """A process's memory map: where a detour fits, what a fork leaves out, what would be shared. Pure.
 
-Read by patterns: a VMM has hundreds of mappings, and stands still while they are looked at.
+A VMM has hundreds of mappings and stands still while they are looked at: what is looked for is found by its text, and
+only the lines that matter are taken apart.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 _SHARED = re.compile(r"^([0-9a-f]+)-\S+ .w.s \S+ \S+ \S+ *(.*)$", re.MULTILINE)
+_WRITTEN_AND_SHARED = ("w-s ", "wxs ")
 _CODE = re.compile(r"^[0-9a-f]+-([0-9a-f]+) r-xp \S+ \S+ \S+ +/", re.MULTILINE)
 # Mapped by the kernel for itself; advice on them is refused.
-_KERNELS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*\[(?:vvar|vvar_vclock|vdso|vsyscall)\]$\n?", re.MULTILINE)
-_FIRST = re.compile(r"^([0-9a-f]+)-")
-_LAST = re.compile(r"^[0-9a-f]+-([0-9a-f]+) [^\n]*\n?\Z", re.MULTILINE)
+_KERNELS = ("[vvar]", "[vvar_vclock]", "[vdso]", "[vsyscall]")
 
 
 def find_shared(maps: str) -> str | None:
     """Memory that the source and its duplicate would both write to."""
+    if not any(text in maps for text in _WRITTEN_AND_SHARED):
+        return None
     found = _SHARED.search(maps)
     return (found[2] or found[1]) if found else None
 
 
-def code_ends(maps: str) -> list[int]:
+def code_ends(maps: str) -> Iterator[int]:
     """Where code that was loaded from a file ends; the rest of the last page is padding, as a rule."""
-    return [int(end, 16) for end in _CODE.findall(maps)]
+    return (int(found[1], 16) for found in _CODE.finditer(maps))
 
 
 def advisable_ranges(maps: str) -> list[tuple[int, int]]:
     """Start and length of all memory that is the process's own, holes included, in as few pieces as possible."""
     ranges = []
-    for part in _KERNELS.sub("\n", maps).split("\n\n"):
-        first, last = _FIRST.search(part.lstrip("\n")), _LAST.search(part)
-        if first and last:
-            ranges.append((int(first[1], 16), int(last[1], 16) - int(first[1], 16)))
-    return ranges
+    begin = 0
+    for at in sorted(at for at in (maps.find(f" {name}\n") for name in _KERNELS) if at >= 0):
+        ranges += _whole_range(maps[begin : maps.rfind("\n", 0, at) + 1])
+        begin = maps.index("\n", at) + 1
+    return ranges + _whole_range(maps[begin:])
+
+
+def _whole_range(lines: str) -> list[tuple[int, int]]:
+    """From the start of the first line's mapping to the end of the last one's."""
+    if not lines:
+        return []
+    start = int(lines[: lines.index("-")], 16)
+    last = lines[lines.rfind("\n", 0, -1) + 1 :]
+    return [(start, int(last[last.index("-") + 1 : last.index(" ")], 16) - start)]

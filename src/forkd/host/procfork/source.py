@@ -7,7 +7,7 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from forkd.errors import NotForkable
@@ -26,14 +26,18 @@ from forkd.host.procfork.registers import (
     returned,
 )
 from forkd.host.procfork.rest import Stopped, at_rest
+from forkd.host.procfork.scheduling import Scheduling, read_scheduling
 
 _THREAD_DESCRIPTOR_BYTES = 4096
-_MMAP, _MUNMAP, _MADVISE, _CLONE = 9, 11, 28, 56
+_MMAP, _MUNMAP, _MADVISE, _GETITIMER, _CLONE = 9, 11, 28, 36, 56
 _DOFORK = 11
 _READ_WRITE, _PRIVATE_ANONYMOUS = 3, 0x22
 # The child of our source's parent, its thread id written where its C library looks for it.
 _FORK_FLAGS = signal.SIGCHLD | 0x8000 | 0x01000000 | 0x00200000  # CLONE_PARENT, CHILD_SETTID, CHILD_CLEARTID
 _READ_BYTES = 1 << 16
+_INTERVAL_TIMERS, _INTERVAL_TIMER_BYTES = (0, 1, 2), 32  # real, virtual, of the profile
+# Under the stack of a thread that waits in a call, beyond its red zone, there is nothing that it needs.
+_BELOW_STACK_BYTES = 1024
 _NEWBORN_DEADLINE_S = 0.1
 _AGAIN_AFTER_SIGNAL = 513  # ERESTARTNOINTR: the kernel has the call made again by itself
 _OPTIONS = ptrace.TRACE_FORK | ptrace.TRACE_SECCOMP | ptrace.TELL_CALLS
@@ -49,6 +53,7 @@ class Thread:
     robust_list: int
     rseq: Rseq | None
     tid_address: int  # where its C library keeps its id
+    scheduling: Scheduling
 
 
 class Source:
@@ -96,6 +101,16 @@ class Source:
         if offset is None:
             raise NotForkable(f"Where process {self.pid} keeps the ids of its threads is not known")
         return tuple(_read_thread(self.pid, tid, each, offset) for tid, each in registers.items())
+
+    def read_timers(self) -> Mapping[int, bytes]:
+        """The interval timers that are set, as the kernel takes them: a fork inherits none."""
+        place = self._registers.get("rsp") - _BELOW_STACK_BYTES
+        timers = {}
+        for number in _INTERVAL_TIMERS:
+            if (value := self.call(_GETITIMER, number, place)) != 0:
+                raise OSError(-value, os.strerror(-value))
+            timers[number] = os.pread(self._memory, _INTERVAL_TIMER_BYTES, place)
+        return {number: setting for number, setting in timers.items() if any(setting)}
 
     def prepare(self) -> None:
         """Refuse what a fork would share or lose; what the program keeps from its own forks is part of this one."""
@@ -179,6 +194,7 @@ def _read_thread(pid: int, tid: int, registers: Registers, tid_offset: int) -> T
         robust_list=ptrace.get_robust_list(tid),
         rseq=ptrace.find_rseq(tid),
         tid_address=registers.get("fs_base") + tid_offset,
+        scheduling=read_scheduling(tid),
     )
 
 
