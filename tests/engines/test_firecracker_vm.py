@@ -19,8 +19,6 @@ from engine_cases import Case, left_behind
 
 from forkd.engines.base import ExitReason, Frozen, Machine
 from forkd.errors import EngineFailed, ForkdError, GuestDied, InvalidInput
-from forkd.guest.calls import Agent
-from forkd.guest.identity import become
 from forkd.host.cgroup_place import find_place
 from forkd.host.marked import find_marked
 from forkd.host.memory import memory_use
@@ -28,7 +26,7 @@ from forkd.model.limits import NO_LIMITS, Limits
 from forkd.model.machine import MachineSpec
 from forkd.runtime.engines import FirecrackerEngine
 from forkd.runtime.sandbox import Sandbox
-from forkd.runtime.spawn import fork_children, fork_one, kill_all, new_identities
+from forkd.runtime.spawn import fork_children, fork_one, kill_all, new_identities, prove
 from forkd.runtime.warmup import booted
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("nothing_left", "no_jail_left")]
@@ -247,11 +245,8 @@ async def _when_it_runs(machine: Machine) -> None:
 
 
 async def _when_it_has_answered(machine: Machine) -> None:
-    agent = Agent.attach(await machine.connect())
-    try:
-        await become(agent, new_identities(1)[0])
-    finally:
-        agent.close()
+    sandbox = await prove(machine, new_identities(1)[0])
+    sandbox.agent.close()
 
 
 async def _after_a_crash(machine: Machine) -> None:

@@ -120,7 +120,7 @@ async def fork_one(
         reach("spawn.started")
         forked = machine.phases.way is Way.FORK
         with template.judged(limits) if template and forked else contextlib.nullcontext():
-            return await _prove(machine, identity)
+            return await prove(machine, identity)
     except (EngineFailed, GuestDied, GuestTimeout) as error:
         if limits != NO_LIMITS:
             limited = f"Its limits may be too low for the guest: {limits}"
@@ -128,7 +128,7 @@ async def fork_one(
         raise
 
 
-async def _prove(machine: Machine, identity: Identity) -> Sandbox:
+async def prove(machine: Machine, identity: Identity) -> Sandbox:
     """Have it become someone of its own, or kill it."""
     agent: Agent | None = None
     try:
