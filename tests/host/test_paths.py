@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,36 @@ def test_who_has_no_home_directory_can_name_one(monkeypatch: pytest.MonkeyPatch)
     assert find_home().root == Path("/here")
 
 
+@dataclass(frozen=True)
+class Flags:
+    f_flag: int
+
+
+@pytest.mark.parametrize(
+    ("mounts", "flags", "places"),
+    [
+        ({"/run", "/tmp", "/dev/shm"}, 0, ("/run", "/tmp")),
+        ({"/dev/shm"}, 0, ("/dev/shm", "/dev/shm")),
+        ({"/run", "/dev/shm"}, 0, ("/run", "/dev/shm")),
+        ({"/dev/shm"}, os.ST_NOEXEC, ("/run", "/tmp")),
+        ({"/dev/shm"}, os.ST_NODEV | os.ST_NOSUID, ("/run", "/tmp")),
+        ({"/dev/shm"}, os.ST_NOSUID, ("/dev/shm", "/dev/shm")),
+        (set(), 0, ("/run", "/tmp")),
+    ],
+)
+def test_the_runtime_directory_is_in_memory_where_there_is_a_place_for_it(
+    monkeypatch: pytest.MonkeyPatch, mounts: set[str], flags: int, places: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(os.path, "ismount", lambda path: path in mounts)
+    monkeypatch.setattr(os, "statvfs", lambda _: Flags(flags))
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert find_home().runtime == Path(places[0]) / "forkd"
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    assert find_home().runtime == Path(places[1]) / "forkd-1234"
+
+
 def test_the_runtime_directory_is_the_one_given_else_by_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "ismount", lambda _: True)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert find_home().runtime == Path("/run/forkd")
     monkeypatch.setattr(os, "geteuid", lambda: 1234)

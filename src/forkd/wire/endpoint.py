@@ -9,6 +9,7 @@ from pathlib import Path
 DEFAULT_BIND = "127.0.0.1:8889"
 DEFAULT_URL = f"http://{DEFAULT_BIND}"
 SOCKET_NAME = "forkd.sock"
+_MEMORY = "/dev/shm"
 
 
 def find_loopback_port(address: str) -> int | None:
@@ -26,11 +27,19 @@ def find_runtime_directory(environ: Mapping[str, str] = os.environ) -> Path | No
     if not hasattr(os, "geteuid"):
         return None
     if os.geteuid() == 0:
-        return Path("/run/forkd")
+        return Path(_in_memory("/run"), "forkd")
     if given := environ.get("XDG_RUNTIME_DIR"):
         return Path(given) / "forkd"
-    # Directly in /tmp, whose sticky bit keeps others from putting theirs in its place.
-    return Path(f"/tmp/forkd-{os.geteuid()}")
+    # Directly in /tmp or /dev/shm, whose sticky bit keeps others from putting theirs in its place.
+    return Path(_in_memory("/tmp"), f"forkd-{os.geteuid()}")
+
+
+def _in_memory(place: str) -> str:
+    """`place`, unless it is part of a disk and /dev/shm is not: there the files of a VM cost more than forking it."""
+    if os.path.ismount(place) or not os.path.ismount(_MEMORY):
+        return place
+    # Of a mount that allows no devices and no programs a jail has no use.
+    return place if os.statvfs(_MEMORY).f_flag & (os.ST_NODEV | os.ST_NOEXEC) else _MEMORY
 
 
 def find_socket(environ: Mapping[str, str] = os.environ) -> Path | None:

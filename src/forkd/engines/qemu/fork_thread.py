@@ -63,9 +63,7 @@ class ForkThread:
         await self._run(self._prepare)
         return self._served
 
-    async def fork(
-        self, directory: Path, ends: Ends, group: Group | None, *, linger: bool, on_held: OnHeld
-    ) -> Made:
+    async def fork(self, directory: Path, ends: Ends, group: Group | None, *, linger: bool, on_held: OnHeld) -> Made:
         """Raises NotForkable, and there is no child then. A cancelled caller waits."""
         if self._linger is not None:
             self._linger.cancel()

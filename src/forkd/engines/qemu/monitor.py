@@ -133,19 +133,25 @@ async def read_answer(sock: socket.socket) -> dict[str, Any]:
     """The answer to a command, after the events before it; what comes behind it stays in the socket."""
     loop = asyncio.get_running_loop()
     found: asyncio.Future[dict[str, Any]] = loop.create_future()
+    skipped = 0
 
     def look() -> None:
+        nonlocal skipped
         try:
             seen = sock.recv(_MOST_BEFORE_ANSWER_BYTES, socket.MSG_PEEK)
             answer, size = find_answer(seen)
+            # Events are taken out at once: as long as they are there the loop would call us for them.
+            skipped += len(sock.recv(size)) if size else 0
             if answer is not None:
-                sock.recv(size)
                 found.set_result(answer)
-            elif not seen or size > _MOST_BEFORE_ANSWER_BYTES // 2:
+            elif not seen or skipped + len(seen) - size >= _MOST_BEFORE_ANSWER_BYTES:
                 raise ConnectionResetError("no answer came")
+        except BlockingIOError:
+            return
         except (OSError, ValueError) as error:
-            if not isinstance(error, BlockingIOError):
-                found.set_exception(error)
+            found.set_exception(error)
+        if found.done():
+            loop.remove_reader(sock)
 
     loop.add_reader(sock, look)
     try:
@@ -155,12 +161,12 @@ async def read_answer(sock: socket.socket) -> dict[str, Any]:
 
 
 def find_answer(seen: bytes) -> tuple[dict[str, Any] | None, int]:
-    """The first answer among whole lines, and how many bytes it takes to its end. Pure."""
+    """The first answer among whole lines, and how many bytes all lines up to it take. Pure."""
     at = 0
     for line in seen.splitlines(keepends=True):
-        at += len(line)
         if not line.endswith(b"\n"):
             break
+        at += len(line)
         said = json.loads(line)
         if isinstance(said, dict) and ("return" in said or "error" in said):
             return said, at

@@ -1,0 +1,88 @@
+"""The answer to a command that a fork was given before it ran: found among what QEMU says of its own accord."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import pytest
+
+from forkd.engines.qemu.monitor import find_answer, read_answer
+
+_EVENT = b'{"event": "RESUME", "timestamp": {"seconds": 1, "microseconds": 2}}\r\n'
+_ANSWER = b'{"return": {}}\r\n'
+_REFUSAL = b'{"error": {"class": "GenericError", "desc": "no"}}\r\n'
+
+
+@pytest.mark.parametrize(
+    ("seen", "answer", "size"),
+    [
+        (b"", None, 0),
+        (_EVENT, None, len(_EVENT)),
+        (_EVENT + _ANSWER[:5], None, len(_EVENT)),
+        (_ANSWER + _EVENT, {"return": {}}, len(_ANSWER)),
+        (_EVENT + _EVENT + _REFUSAL + _ANSWER, json.loads(_REFUSAL), len(_EVENT + _EVENT + _REFUSAL)),
+        (b"[]\r\n" + _ANSWER, {"return": {}}, len(b"[]\r\n" + _ANSWER)),
+    ],
+)
+def test_the_first_answer_among_whole_lines_is_found(seen: bytes, answer: object, size: int) -> None:
+    assert find_answer(seen) == (answer, size)
+
+
+def test_an_answer_in_pieces_behind_events_is_read_and_what_follows_stays() -> None:
+    async def body() -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.setblocking(False)
+            reading = asyncio.create_task(read_answer(ours))
+            for piece in (_EVENT, _EVENT[:9], _EVENT[9:] + _ANSWER[:4], _ANSWER[4:] + _EVENT):
+                theirs.send(piece)
+                await asyncio.sleep(0.01)
+            assert await reading == {"return": {}}
+            assert ours.recv(1000) == _EVENT
+
+    asyncio.run(body())
+
+
+def test_events_before_the_answer_do_not_keep_the_loop_busy() -> None:
+    looks = 0
+
+    class Counting(socket.socket):
+        def recv(self, *args: int) -> bytes:
+            nonlocal looks
+            looks += 1
+            return super().recv(*args)
+
+    async def body() -> None:
+        ours, theirs = socket.socketpair()
+        with Counting(fileno=ours.detach()) as counting, theirs:
+            counting.setblocking(False)
+            reading = asyncio.create_task(read_answer(counting))
+            theirs.send(_EVENT)
+            for _ in range(200):
+                await asyncio.sleep(0)
+            theirs.send(_ANSWER)
+            await reading
+
+    asyncio.run(body())
+    assert looks == 4  # each was looked at, and taken out
+
+
+@pytest.mark.parametrize("said", [b"", b"no JSON\r\n", b"x" * 70_000, _EVENT * 1500])
+def test_no_answer_is_an_error(said: bytes) -> None:
+    async def body() -> None:
+        ours, theirs = socket.socketpair()
+        with ours:
+            ours.setblocking(False)
+            with theirs:
+                theirs.send(said)
+                reading = asyncio.create_task(read_answer(ours))
+                if said:
+                    with pytest.raises((OSError, ValueError)):
+                        await reading
+            if not said:
+                with pytest.raises(OSError):
+                    await reading
+
+    asyncio.run(body())
