@@ -24,7 +24,7 @@ ROUNDS = 2
 _SCRAP = "/tmp/.forkd-rehearsal"
 EVAL_S = 60.0
 # The guest's kernel puts work off: freed memory, statistics, write-back. Done here once, it is not done in every fork,
-# where it would take 6 ms and 3 MiB (measured: the last of it comes 2.5 s after the rehearsal).
+# where it would take 6 ms and 1.7 MiB (measured: the last of it comes 2.2 s after the rehearsal).
 SETTLE_S = 3.0
 _RUN_S = 30.0
 
