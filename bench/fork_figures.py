@@ -9,7 +9,7 @@ _RUNNING = "a running VM, itself a child of a template, whose last evaluation wa
 _LIVE = {
     "pause": (
         "its source stands still",
-        "the VMM confirms that the source runs again; starts before it is told to stop",
+        "the source runs again, by the VMM's own time stamp; starts before it is told to stop",
     ),
     "answer": (
         "it answers",

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from forkd.engines.qemu.monitor import find_answer, read_answer
+from forkd.engines.qemu.monitor import find_answer, parse_age_s, read_answer
 
 _EVENT = b'{"event": "RESUME", "timestamp": {"seconds": 1, "microseconds": 2}}\r\n'
 _ANSWER = b'{"return": {}}\r\n'
@@ -86,3 +86,17 @@ def test_no_answer_is_an_error(said: bytes) -> None:
                     await reading
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("stamp", "age_s"),
+    [
+        ({"seconds": 100, "microseconds": 250_000}, 0.75),
+        ({"seconds": 102, "microseconds": 0}, 0.0),  # the clock was set meanwhile
+        ({"seconds": 100}, 0.0),
+        (None, 0.0),
+        ("soon", 0.0),
+    ],
+)
+def test_how_long_ago_an_event_was_is_never_negative(stamp: object, age_s: float) -> None:
+    assert parse_age_s({"event": "RESUME", "timestamp": stamp}, 101.0) == age_s

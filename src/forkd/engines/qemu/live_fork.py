@@ -104,8 +104,8 @@ async def _fork_running(
     await asyncio.wait([work, waiting], return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
     try:
-        await source.monitor.execute("cont")
-        phases.pause_s = time.monotonic() - begun
+        seen_late_s = await source.monitor.go_on()
+        phases.pause_s = max(0.0, time.monotonic() - begun - seen_late_s)
         return await work
     except BaseException:
         await asyncio.wait([work])

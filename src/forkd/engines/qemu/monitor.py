@@ -6,7 +6,8 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Coroutine
+import time
+from collections.abc import Coroutine, Mapping
 from typing import Any, BinaryIO
 
 from qemu.qmp import EventListener, ExecuteError, QMPClient, QMPError
@@ -26,7 +27,6 @@ _CAPABILITIES = [
     {"capability": "x-ignore-shared", "state": True},
     {"capability": "events", "state": True},
 ]
-
 
 _CONT = b'{"execute": "cont"}\n'
 _MOST_BEFORE_ANSWER_BYTES = 64 * 1024
@@ -90,6 +90,13 @@ class Monitor:
         except (QMPError, TimeoutError, OSError) as error:
             raise EngineFailed(f"QEMU did not answer {command}") from error
 
+    async def go_on(self) -> float:
+        """`cont`. For how long it had been running when we saw its answer, by its own word: we may be late."""
+        with self._client.listener("RESUME") as resumed:
+            await self.execute("cont")
+            now = time.time()
+            return 0.0 if resumed.empty() else parse_age_s(await resumed.get(), now)
+
     async def load_state(self, state: Incoming) -> None:
         """Returns when the guest may run."""
         await self.execute("migrate-set-capabilities", {"capabilities": _CAPABILITIES})
@@ -127,6 +134,16 @@ class Monitor:
                 return
             if status in ("failed", "cancelled"):
                 raise EngineFailed(f"QEMU reports that the device state was {status}")
+
+
+def parse_age_s(event: Mapping[str, Any], now: float) -> float:
+    """How long ago an event was, `now` being on the real-time clock; 0 where it does not say. Pure."""
+    try:
+        stamp = event["timestamp"]
+        age_s = now - (float(stamp["seconds"]) + float(stamp["microseconds"]) / 1e6)
+    except (TypeError, KeyError):
+        return 0.0
+    return max(0.0, age_s)
 
 
 async def read_answer(sock: socket.socket) -> dict[str, Any]:
