@@ -13,7 +13,7 @@ from bench.figures import Figure
 from bench.ground import Ground, LiveTimes, forked_live, sandboxed, templated
 from bench.guest import expect
 from bench.inventory import settle_own, take_own_inventory
-from bench.probes import anonymous_mib
+from bench.probes import anonymous_mib, guest_written_mib
 from bench.report import Round, render_failure, shares
 from forkd.errors import ContractBroken, ForkdError
 from forkd.guest.calls import Agent
@@ -139,6 +139,7 @@ async def _measure_live(ground: Ground, source: Sandbox, spec: EnduranceSpec) ->
     await _fork_all(ground, source, _WARMING)
     with_source = [source.machine.pid]
     before, first = take_own_inventory(ground.directory, with_source), anonymous_mib(source.machine.pid)
+    guest_first = guest_written_mib(source.machine.pid, ground.frozen)
     begun = time.monotonic()
     done = await _fork_all(ground, source, spec.live)
     seconds = time.monotonic() - begun
@@ -150,6 +151,7 @@ async def _measure_live(ground: Ground, source: Sandbox, spec: EnduranceSpec) ->
     if not source.machine.death.done():
         last = anonymous_mib(source.machine.pid)
         values |= {"memory.first": first, "memory.last": last, "gained": last - first}
+        values["guest_gained"] = guest_written_mib(source.machine.pid, ground.frozen) - guest_first
     values["left"] = len(left)
     return _read("live", values), _failures("live", done, left)
 

@@ -95,6 +95,11 @@ _LIVES = {
     ),
     "memory.last": ("memory of the source at the end", "MiB", _GONE + _ANONYMOUS),
     "gained": ("memory the source gained", "MiB", _GONE + _ANONYMOUS),
+    "guest_gained": (
+        "of which its guest wrote to",
+        "MiB",
+        f"{_GONE}; a guest that runs writes to more and more of its memory, forked or not",
+    ),
     "left": ("processes, descriptors, threads, tasks, files left", "", _GONE),
 }
 ENDURANCE = {"cycles": _CYCLES, "live": _LIVES}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ _BLOCK_BYTES = 512
 _CPU_CLOCK = 2
 # Both engines that have one call it so.
 _MEMORY_FILE = "memory"
+_MAPPING = re.compile("[0-9a-f]+-[0-9a-f]+ ")
 
 
 class Probe(Protocol):
@@ -123,6 +125,18 @@ def unique_mib(pid: int) -> float:
 def anonymous_mib(pid: int) -> float:
     """What belongs to no file, and so is the same whoever else maps those."""
     return _memory_use(pid).anonymous_bytes / _MIB
+
+
+def guest_written_mib(pid: int, frozen: Frozen) -> float:
+    """What the guest of a VMM has written to, of the memory that was frozen."""
+    path = frozen.directory / _MEMORY_FILE
+    total, counts = 0.0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if _MAPPING.match(line):
+            counts = line.endswith(f" {path}")
+        elif counts and line.startswith("Anonymous:"):
+            total += int(line.split()[1]) / 1024
+    return total
 
 
 def _memory_use(pid: int) -> MemoryUse:

@@ -114,6 +114,7 @@ def test_live_forks_a_crowd_and_endurance_are_measured(bench: Bench) -> None:
     for kind in ("cycles", "live"):
         assert endurance[f"endurance.{kind}.errors"] == endurance[f"endurance.{kind}.left"] == 0
         assert endurance[f"endurance.{kind}.memory.last"] > 0
+    assert endurance["endurance.live.guest_gained"] >= 0
 
 
 def test_live_forks_that_fail_are_findings_and_the_rest_is_measured(
