@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import NoReturn
 
 import pytest
 from procfork_cases import (
@@ -31,6 +33,7 @@ from procfork_cases import (
 )
 
 from forkd.errors import NotForkable
+from forkd.host.procfork import child as child_module
 from forkd.host.procfork.blueprint import ForkPlan
 from forkd.host.procfork.child import Child, Holder
 from forkd.host.procfork.descriptors import Keep
@@ -49,6 +52,19 @@ def source() -> Iterator[Subject]:
         assert subject.eval("1") == 1
         assert subject.descriptors() == [0, 1, 2]
         yield subject
+
+
+def test_what_cannot_be_looked_at_while_the_kernel_copies_is_refused(
+    source: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_pid: int) -> NoReturn:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(child_module, "read_descriptors", fail)
+        assert "Too many open files" in refusal_of(source).message
+    with forked_from(source) as child:
+        assert child.eval("2") == 2
 
 
 @pytest.mark.parametrize("free", range(4))

@@ -183,7 +183,9 @@ class Holder:
         self._pid = pid
         self._plan = plan
         self._hold: contextlib.ExitStack | None = None
-        self._taken: Taken | None = None
+        self._source: Source | None = None
+        self._timers: Mapping[int, bytes] = {}
+        self._seen: Seen | None = None
         self._drawn: tuple[Blueprint, bytes] | None = None
 
     @contextlib.contextmanager
@@ -203,15 +205,15 @@ class Holder:
         times = Times()
         with contextlib.ExitStack() as child_ends:
             try:
-                taken = self._take_hold(on_held)
-                child = self._clone(taken, times, child_ends)
+                source = self._take_hold(on_held)
+                child = self._clone(source, times, child_ends)
             except BaseException:
                 self.release()
                 raise
             if not keep:
                 self.release()
             times.mark("clone")
-            child.complete(*self._draw(taken, child), ours or {})
+            child.complete(*self._draw(child), ours or {})
             reach("fork.completed")
             yield child
             child.let_go()
@@ -220,52 +222,55 @@ class Holder:
     def release(self) -> None:
         """Let the source go on; safe to repeat."""
         if self._hold is not None:
-            hold, self._hold, self._taken = self._hold, None, None
+            hold, self._hold, self._source = self._hold, None, None
             hold.close()
 
-    def _clone(self, taken: Taken, times: Times, child_ends: contextlib.ExitStack) -> Child:
-        main, source = taken.threads[0], taken.source
+    def _take_hold(self, on_held: Callable[[], None]) -> Source:
+        if self._source is None:
+            with contextlib.ExitStack() as hold:
+                source = hold.enter_context(held(self._pid, self._plan.main_rests_in))
+                on_held()
+                source.prepare()
+                self._timers = source.read_timers()
+                self._hold, self._source, self._seen, self._drawn = hold.pop_all(), source, None, None
+        return self._source
+
+    def _clone(self, source: Source, times: Times, child_ends: contextlib.ExitStack) -> Child:
         times.mark("quiescence")
         reach("fork.held")
         with understood(self._pid):
-            pid = source.fork(main)
-        child = Child(pid, self._pid, source.detour.call, main.registers, times)
+            pid = source.fork(lambda: self._look(source))
+        child = Child(pid, self._pid, source.detour.call, source.registers, times)
         reach("fork.cloned")
         child_ends.callback(child.close)
         child_ends.enter_context(_killed_on_failure(child))
         child.take_over()
         return child
 
-    def _take_hold(self, on_held: Callable[[], None]) -> Taken:
-        if self._taken is None:
-            with contextlib.ExitStack() as hold:
-                source = hold.enter_context(held(self._pid, self._plan.main_rests_in))
-                on_held()
-                source.prepare()
-                self._taken = Taken(source, source.read_threads(), read_descriptors(self._pid), source.read_timers())
-                self._hold, self._drawn = hold.pop_all(), None
-        return self._taken
+    def _look(self, source: Source) -> None:
+        """Once in one hold, while the kernel is busy with the first duplicate."""
+        if self._seen is None:
+            self._seen = Seen(source.read_threads(), read_descriptors(self._pid))
 
-    def _draw(self, taken: Taken, child: Child) -> tuple[Blueprint, bytes]:
+    def _draw(self, child: Child) -> tuple[Blueprint, bytes]:
         """Once for all duplicates that are made in one hold."""
         if self._drawn is not None:
             child.map_scratch(self._drawn[0].base)
             return self._drawn
+        assert self._seen is not None
         blueprint = render_blueprint(
-            child.map_scratch(None), taken.threads, taken.descriptors, taken.timers, self._plan
+            child.map_scratch(None), self._seen.threads, self._seen.descriptors, self._timers, self._plan
         )
         self._drawn = blueprint, blueprint.render()
         return self._drawn
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What was found when the source came to rest."""
+class Seen:
+    """What the source has, as it stands still."""
 
-    source: Source
     threads: tuple[Thread, ...]
     descriptors: dict[int, Descriptor]
-    timers: Mapping[int, bytes]
 
 
 def forked(pid: int, plan: ForkPlan, ours: Mapping[str, int] | None = None) -> AbstractContextManager[Child]:

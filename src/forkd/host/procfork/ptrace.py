@@ -164,27 +164,38 @@ def run(tid: int, on_signal: Callable[[int, int], None]) -> Stop:
     return _resumed(_CONT, tid, _BREAKPOINT, on_signal)
 
 
-def make_call(tid: int, on_signal: Callable[[int, int], None]) -> Stop:
+def make_call(tid: int, on_signal: Callable[[int, int], None], meanwhile: Callable[[], None] = lambda: None) -> Stop:
     """Over a system call, which is the next instruction; not out of it yet, when it made a new task.
 
-    A single step would do, but a tracee whose tracer is killed goes on in single steps, and the next one ends it.
+    `meanwhile` is called, once, while the kernel makes it. A single step would do, but a tracee whose tracer is killed
+    goes on in single steps, and the next one ends it.
     """
     enter_or_leave_call(tid, on_signal)
-    return enter_or_leave_call(tid, on_signal)
+    return enter_or_leave_call(tid, on_signal, meanwhile)
 
 
-def enter_or_leave_call(tid: int, on_signal: Callable[[int, int], None]) -> Stop:
-    return _resumed(_SYSCALL, tid, _IN_CALL, on_signal)
+def enter_or_leave_call(
+    tid: int, on_signal: Callable[[int, int], None], meanwhile: Callable[[], None] = lambda: None
+) -> Stop:
+    return _resumed(_SYSCALL, tid, _IN_CALL, on_signal, meanwhile)
 
 
-def _resumed(request: int, tid: int, until: int, on_signal: Callable[[int, int], None]) -> Stop:
+def _resumed(
+    request: int,
+    tid: int,
+    until: int,
+    on_signal: Callable[[int, int], None],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Stop:
+    _request(request, tid)
+    meanwhile()
     while True:
-        _request(request, tid)
         stop = wait(tid)
         if stop.event in _NEW_TASK or (stop.event == 0 and stop.signal == until):
             return stop
         if stop.event == 0:
             on_signal(tid, stop.signal)  # kept from it here; it gets it later
+        _request(request, tid)
 
 
 def wait(tid: int) -> Stop:

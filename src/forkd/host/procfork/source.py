@@ -7,7 +7,7 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from forkd.errors import NotForkable
@@ -63,10 +63,11 @@ class Source:
         self.pid = stopped.pid
         self.detour = detour
         self._stopped = stopped
-        self._registers = ptrace.get_registers(self.pid)
+        self._registers = {tid: ptrace.get_registers(tid) for tid in stopped.tids}
         ptrace.set_options(self.pid, _OPTIONS)
         self._memory = memory
         self._maps = maps
+        self._tid_offset = self._find_tid_offset()
 
     def call(self, number: int, *args: int) -> int:
         """What the main thread's call returned; an error is negative."""
@@ -90,21 +91,18 @@ class Source:
                 if (value := self.call(_MUNMAP, address, size)) != 0:
                     raise OSError(-value, os.strerror(-value))
 
+    @property
+    def registers(self) -> Registers:
+        """Of its main thread, as they were before it made calls for us."""
+        return self._registers[self.pid]
+
     def read_threads(self) -> tuple[Thread, ...]:
-        """The main thread first."""
-        registers = {tid: ptrace.get_registers(tid) for tid in self._stopped.tids}
-        registers[self.pid] = self._registers  # as they were before it made calls for us
-        places = {tid: each.get("fs_base") for tid, each in registers.items()}
-        offset = find_tid_offset(
-            {tid: os.pread(self._memory, _THREAD_DESCRIPTOR_BYTES, place) for tid, place in places.items()}
-        )
-        if offset is None:
-            raise NotForkable(f"Where process {self.pid} keeps the ids of its threads is not known")
-        return tuple(_read_thread(self.pid, tid, each, offset) for tid, each in registers.items())
+        """The main thread first; it need not be stopped."""
+        return tuple(self._read_thread(tid, each) for tid, each in self._registers.items())
 
     def read_timers(self) -> Mapping[int, bytes]:
         """The interval timers that are set, as the kernel takes them: a fork inherits none."""
-        place = self._registers.get("rsp") - _BELOW_STACK_BYTES
+        place = self.registers.get("rsp") - _BELOW_STACK_BYTES
         timers = {}
         for number in _INTERVAL_TIMERS:
             if (value := self.call(_GETITIMER, number, place)) != 0:
@@ -123,10 +121,22 @@ class Source:
             if value not in (0, -errno.ENOMEM):  # holes are no harm
                 raise OSError(-value, os.strerror(-value))
 
-    def fork(self, main: Thread) -> int:
-        """The pid of a child that is stopped before its first instruction and traced by this thread."""
+    def fork(self, meanwhile: Callable[[], None]) -> int:
+        """The pid of a child that is stopped before its first instruction and traced by this thread.
+
+        `meanwhile` is called while the kernel copies. What it raises is raised afterwards, and there is no child.
+        """
+        looked = _Attempt(meanwhile)
+        pid = self._fork(looked)
+        if looked.error is not None:
+            ptrace.end(pid)
+            raise looked.error
+        return pid
+
+    def _fork(self, meanwhile: Callable[[], None]) -> int:
+        args = (_FORK_FLAGS, 0, 0, self._tid_address(self.pid), 0)
         try:
-            stop = self._make_call(self.detour.fork, _CLONE, (_FORK_FLAGS, 0, 0, main.tid_address, 0))
+            stop = self._make_call(self.detour.fork, _CLONE, args, meanwhile)
             while not stop.new_task and returned(ptrace.get_registers(self.pid)) == -_AGAIN_AFTER_SIGNAL:
                 stop = ptrace.make_call(self.pid, self._stopped.hold_signal)
         except Gone:
@@ -145,9 +155,51 @@ class Source:
         error = -returned(ptrace.get_registers(self.pid))
         raise NotForkable(f"Process {self.pid} could not be forked: {os.strerror(error)}", hint=_CLONE_HINTS.get(error))
 
-    def _make_call(self, at: int, number: int, args: tuple[int, ...]) -> ptrace.Stop:
-        ptrace.set_registers(self.pid, making_call(self._registers, at, number, args))
-        return ptrace.make_call(self.pid, self._stopped.hold_signal)
+    def _make_call(
+        self, at: int, number: int, args: tuple[int, ...], meanwhile: Callable[[], None] = lambda: None
+    ) -> ptrace.Stop:
+        ptrace.set_registers(self.pid, making_call(self.registers, at, number, args))
+        return ptrace.make_call(self.pid, self._stopped.hold_signal, meanwhile)
+
+    def _find_tid_offset(self) -> int:
+        places = {tid: each.get("fs_base") for tid, each in self._registers.items()}
+        offset = find_tid_offset(
+            {tid: os.pread(self._memory, _THREAD_DESCRIPTOR_BYTES, place) for tid, place in places.items()}
+        )
+        if offset is None:
+            raise NotForkable(f"Where process {self.pid} keeps the ids of its threads is not known")
+        return offset
+
+    def _tid_address(self, tid: int) -> int:
+        return self._registers[tid].get("fs_base") + self._tid_offset
+
+    def _read_thread(self, tid: int, registers: Registers) -> Thread:
+        inherited = tid == self.pid  # a fork has what its maker, the main thread, had
+        return Thread(
+            tid=tid,
+            name=_read(f"/proc/{self.pid}/task/{tid}/comm").rstrip(b"\n"),
+            registers=registers,
+            extended=b"" if inherited else ptrace.get_extended(tid),
+            signal_mask=0 if inherited else ptrace.get_signal_mask(tid),
+            robust_list=ptrace.get_robust_list(tid),
+            rseq=None if inherited else ptrace.find_rseq(tid),
+            tid_address=self._tid_address(tid),
+            scheduling=read_scheduling(tid),
+        )
+
+
+class _Attempt:
+    """A call whose error is kept for later."""
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self._do = do
+        self.error: Exception | None = None
+
+    def __call__(self) -> None:
+        try:
+            self._do()
+        except Exception as error:
+            self.error = error
 
 
 _CLONE_HINTS = SHORTAGES | dict.fromkeys((errno.EPERM, errno.ENOSYS), "Its seccomp filter forbids it")
@@ -181,21 +233,6 @@ def _find_room(pid: int, maps: str, memory: int) -> int:
         if fits_detour(os.pread(memory, DETOUR_BYTES, base)):
             return base
     raise NotForkable(f"The code of process {pid} has no room for {DETOUR_BYTES} bytes of ours")
-
-
-def _read_thread(pid: int, tid: int, registers: Registers, tid_offset: int) -> Thread:
-    return Thread(
-        tid=tid,
-        name=_read(f"/proc/{pid}/task/{tid}/comm").rstrip(b"\n"),
-        registers=registers,
-        # A fork inherits the main thread's.
-        extended=b"" if tid == pid else ptrace.get_extended(tid),
-        signal_mask=ptrace.get_signal_mask(tid),
-        robust_list=ptrace.get_robust_list(tid),
-        rseq=ptrace.find_rseq(tid),
-        tid_address=registers.get("fs_base") + tid_offset,
-        scheduling=read_scheduling(tid),
-    )
 
 
 def read_descriptors(pid: int) -> dict[int, Descriptor]:
