@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.chart import STYLE, annotate, finish, render_rounds, save
-from bench.fork_report import ANSWER_MS, ANSWER_WRITTEN_MIB, PAUSE_MS
+from bench.fork_report import ANSWER_MS, JUDGED_MIB, PAUSE_MS
 from bench.host import render_host
 from bench.report import render_value
 
@@ -24,15 +24,15 @@ def draw_live(section: Mapping[str, Any], path: Path) -> None:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8.6, 4.6), facecolor="white", layout="constrained")
         above, below = figure.subplots(2, 1)
-        _draw(above, section, "pause", "The running VM stands still for", PAUSE_MS["p50"], "its p50 may be")
+        _draw(above, section, "pause", "The running VM stands still for", PAUSE_MS["p50"])
         title = "The fork has become someone of its own and answers numpy.zeros(5).tolist() after"
-        _draw(below, section, "answer", title, ANSWER_MS, f"its p50 may be with {ANSWER_WRITTEN_MIB} MiB")
+        _draw(below, section, "answer", title, ANSWER_MS)
         settings = section["settings"]
         forks = f"{settings['memory_mib']} MiB guests; {settings['forks']} forks each; {render_rounds(settings)}"
         save(figure, path, f"{render_host(section['host'])}; {forks}")
 
 
-def _draw(axes: Axes, section: Mapping[str, Any], name: str, title: str, limit_ms: float, bound: str) -> None:
+def _draw(axes: Axes, section: Mapping[str, Any], name: str, title: str, limit_ms: float) -> None:
     found = section["figures"]
     labels: list[str] = []
     axes.set_title(title, loc="left", fontsize=11)
@@ -47,4 +47,5 @@ def _draw(axes: Axes, section: Mapping[str, Any], name: str, title: str, limit_m
         axes.plot([p50, p99], [row, row], color=_INK, linewidth=1)
         annotate(axes, row, max(p50, p99), f"{render_value(p50)} ms (p99 {render_value(p99)})")
     axes.axvline(limit_ms, zorder=0.5, color=_INK, linewidth=1, linestyle=(0, (4, 3)))
-    finish(axes, labels, f"milliseconds; bar: p50; line: to p99; dashed: what {bound}", margin=0.3)
+    dashed = f"what its p50 may be with {JUDGED_MIB} MiB"
+    finish(axes, labels, f"milliseconds; bar: p50; line: to p99; dashed: {dashed}", margin=0.3)
