@@ -1,4 +1,4 @@
-"""Can processes be forked from outside here? Tried for real, on a small program that ends at once."""
+"""Can processes be forked from outside here? Tried for real, on a small program that ends by itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from forkd.host.procfork.blueprint import ForkPlan
 from forkd.host.procfork.child import forked
 from forkd.host.procfork.descriptors import Keep
 
-_PROGRAM = ("sleep", "30")
+# Long enough for the trial, and over soon should we be killed meanwhile.
+_PROGRAM = ("sleep", "4")
 _ASLEEP_DEADLINE_S = 2.0
 
 
