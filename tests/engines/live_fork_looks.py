@@ -273,6 +273,17 @@ def find_shared_memory(pid: int) -> list[str]:
     return [line for line in maps if re.match(r"\S+ .w.s ", line)]
 
 
+def read_code_flags(pid: int) -> list[set[str]]:
+    """What the kernel was advised of each buffer for translated code: `hg` huge pages, `nh` none."""
+    flags, is_buffer = [], False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            is_buffer = " rwxp " in line
+        elif is_buffer and line.startswith("VmFlags:"):
+            flags.append(set(line.split()[1:]) & {"hg", "nh"})
+    return flags
+
+
 def list_code(pid: int) -> set[str]:
     """Where it has memory that can be executed."""
     return {line.split()[0] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if line.split()[1][2] == "x"}

@@ -27,6 +27,7 @@ from live_fork_looks import (
     find_shared_memory,
     is_same_file,
     list_code,
+    read_code_flags,
     read_death_signal,
     read_mark,
     read_name,
@@ -36,6 +37,7 @@ from support_limits import cannot_limit_memory
 from forkd.engines.base import Frozen
 from forkd.engines.qemu import live_fork
 from forkd.engines.qemu.engine import QemuEngine
+from forkd.engines.qemu.fork_thread import render_small_pages
 from forkd.errors import EngineFailed, Unsupported
 from forkd.host.marked import find_marked
 from forkd.model.limits import Limits
@@ -65,6 +67,27 @@ def test_no_two_vms_have_an_open_file_a_socket_or_an_eventfd_in_common(tcg: Case
             assert [find_shared_memory(pid) for pid in pids] == [[]] * 7
 
     asyncio.run(body())
+
+
+def test_new_code_of_a_fork_takes_it_no_huge_page(tcg: Case, run_directory: Path) -> None:
+    async def body() -> None:
+        async with family(tcg, run_directory) as vms:
+            assert [read_code_flags(each.pid) for each in vms.forks] == [[{"nh"}]] * 5
+            assert [read_code_flags(each.pid) for each in vms.all if each not in vms.forks] == [[{"hg"}]] * 2
+
+    asyncio.run(body())
+
+
+def test_buffers_for_code_are_found_among_all_mappings() -> None:
+    maps = (
+        "7f0a6c000000-7f0a6fffe000 rwxp 00000000 00:00 0 \n"
+        "7f0a70000000-7f0a70001000 rw-p 00000000 00:00 0 \n"
+        "7f0a71000000-7f0a71002000 rwxp 00000000 08:01 7 /lib/odd\n"
+        "7f0a72000000-7f0a72003000 r-xp 00000000 00:00 0 \n"
+    )
+    (call,) = render_small_pages(maps)
+    assert (call.number, call.args) == (28, (0x7F0A6C000000, 0x3FFE000, 15))
+    assert render_small_pages("") == []
 
 
 def test_what_is_compared_is_found_when_it_is_the_same() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,10 +26,12 @@ OnHeld = Callable[[], None]
 
 # How long a QEMU that stands still is kept at rest for its next fork.
 _LINGER_S = 0.1
-_GETPPID, _PRCTL = 110, 157
+_MADVISE, _GETPPID, _PRCTL = 28, 110, 157
+_MADV_NOHUGEPAGE = 15
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 # Among its arguments: it may make no process, and is killed when it tries.
 _DENIED = b",spawn=deny,"
+_CODE_BUFFER = re.compile("^([0-9a-f]+)-([0-9a-f]+) rwxp 0+ 00:00 0 *$", re.MULTILINE)
 # What is before and behind the VM's name among its arguments, and so the room for another one.
 _BEFORE_NAME, _BEHIND_NAME = b"\0-name\0", b"\0-nodefaults\0"
 
@@ -98,7 +101,9 @@ class ForkThread:
             check_may_fork(self._pid)
             roles = find_roles(self._pid)
             self._served = AGENT in roles.values()
-            self._holder = Holder(self._pid, ForkPlan(render_choice(self._directory, roles), self._set_up, POLLS))
+            maps = Path(f"/proc/{self._pid}/maps").read_text()
+            set_up = [*self._set_up, *render_small_pages(maps)]
+            self._holder = Holder(self._pid, ForkPlan(render_choice(self._directory, roles), set_up, POLLS))
 
     def _fork(self, directory: Path, ends: Ends, group: Group | None, *, keep: bool, on_held: OnHeld) -> Made:
         if self._holder is None:  # it was let go since it was prepared
@@ -136,6 +141,13 @@ def render_set_up(dies_with: int | None) -> list[Call]:
         # Had its parent died before, the signal would never come.
         Call(_GETPPID, (), returns=dies_with, what="look for its parent"),
     ]
+
+
+def render_small_pages(maps: str) -> list[Call]:
+    """QEMU asks for huge pages for translated code: a fork's first new code, a few KiB, could take it 2 MiB."""
+    found = _CODE_BUFFER.finditer(maps)
+    ranges = [(int(each[1], 16), int(each[2], 16) - int(each[1], 16)) for each in found]
+    return [Call(_MADVISE, (*each, _MADV_NOHUGEPAGE), what="ask for small pages") for each in ranges]
 
 
 def _make_its_own(child: Child, directory: Path, group: Group | None) -> None:
