@@ -37,8 +37,8 @@ from support_limits import cannot_limit_memory
 from forkd.engines.base import Frozen
 from forkd.engines.qemu import live_fork
 from forkd.engines.qemu.engine import QemuEngine
-from forkd.engines.qemu.fork_thread import render_small_pages
-from forkd.errors import EngineFailed, Unsupported
+from forkd.engines.qemu.fork_thread import check_may_fork, render_small_pages
+from forkd.errors import EngineFailed, NotForkable, Unsupported
 from forkd.host.marked import find_marked
 from forkd.model.limits import Limits
 
@@ -313,3 +313,10 @@ def _as_nobody() -> list[str]:
 def _pythons() -> Iterator[str]:
     yield sys.executable
     yield from ("/usr/bin/python3", "/usr/local/bin/python3")
+
+
+def test_a_process_that_is_gone_cannot_be_forked() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    with pytest.raises(NotForkable, match=f"Process {gone.pid} cannot be looked at"):
+        check_may_fork(gone.pid)

@@ -101,7 +101,7 @@ class ForkThread:
             check_may_fork(self._pid)
             roles = find_roles(self._pid)
             self._served = AGENT in roles.values()
-            maps = Path(f"/proc/{self._pid}/maps").read_text()
+            maps = _look_at(self._pid, "maps").decode("utf-8", "replace")
             set_up = [*self._set_up, *render_small_pages(maps)]
             self._holder = Holder(self._pid, ForkPlan(render_choice(self._directory, roles), set_up, POLLS))
 
@@ -124,12 +124,16 @@ class ForkThread:
 
 def check_may_fork(pid: int) -> None:
     """Raise NotForkable for one that was started to be no source: QEMU's own filter refuses no call, it kills."""
+    if _DENIED in _look_at(pid, "cmdline"):
+        raise NotForkable("The VM was started where live VMs could not be forked", hint="Fork its snapshot instead")
+
+
+def _look_at(pid: int, name: str) -> bytes:
+    """What /proc has of a process. Raises NotForkable."""
     try:
-        arguments = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError as error:
         raise NotForkable(f"Process {pid} cannot be looked at: {error.strerror}") from error
-    if _DENIED in arguments:
-        raise NotForkable("The VM was started where live VMs could not be forked", hint="Fork its snapshot instead")
 
 
 def render_set_up(dies_with: int | None) -> list[Call]:

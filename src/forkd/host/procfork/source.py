@@ -81,15 +81,12 @@ class Source:
     @contextlib.contextmanager
     def scratch(self, size: int) -> Iterator[int]:
         """Memory of its own for data of ours."""
-        address = self.call(_MMAP, 0, size, _READ_WRITE, _PRIVATE_ANONYMOUS, -1, 0)
-        if address < 0:
-            raise OSError(-address, os.strerror(-address))
+        address = self._checked_call(_MMAP, 0, size, _READ_WRITE, _PRIVATE_ANONYMOUS, -1, 0)
         try:
             yield address
         finally:
             with contextlib.suppress(Gone):
-                if (value := self.call(_MUNMAP, address, size)) != 0:
-                    raise OSError(-value, os.strerror(-value))
+                self._checked_call(_MUNMAP, address, size)
 
     @property
     def registers(self) -> Registers:
@@ -105,8 +102,7 @@ class Source:
         place = self.registers.get("rsp") - _BELOW_STACK_BYTES
         timers = {}
         for number in _INTERVAL_TIMERS:
-            if (value := self.call(_GETITIMER, number, place)) != 0:
-                raise OSError(-value, os.strerror(-value))
+            self._checked_call(_GETITIMER, number, place)
             timers[number] = os.pread(self._memory, _INTERVAL_TIMER_BYTES, place)
         return {number: setting for number, setting in timers.items() if any(setting)}
 
@@ -154,6 +150,13 @@ class Source:
             return stop.new_task
         error = -returned(ptrace.get_registers(self.pid))
         raise NotForkable(f"Process {self.pid} could not be forked: {os.strerror(error)}", hint=_CLONE_HINTS.get(error))
+
+    def _checked_call(self, number: int, *args: int) -> int:
+        """Raises OSError."""
+        value = self.call(number, *args)
+        if value < 0:
+            raise OSError(-value, os.strerror(-value))
+        return value
 
     def _make_call(
         self, at: int, number: int, args: tuple[int, ...], meanwhile: Callable[[], None] = lambda: None
