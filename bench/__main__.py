@@ -1,48 +1,39 @@
-"""`python -m bench`: measure, write JSON and a chart, print the tables."""
+"""`python -m bench`: measure, write JSON and charts, print the tables."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+from bench import daemon
 from bench.containers import PART as CONTAINERS
-from bench.containers import measure_containers, render_containers_markdown
-from bench.crowd import CrowdSpec
-from bench.endurance import EnduranceSpec
-from bench.engine_report import render_json, render_markdown, with_ratios
-from bench.figures import FORK, START
-from bench.fork_parts import ForkSpecs, run_fork_parts
-from bench.fork_report import PARTS as FORK_PARTS
-from bench.fork_report import render_forks_markdown
-from bench.fork_report import render_part as render_fork_part
-from bench.host import describe_host
+from bench.containers import measure_containers
+from bench.daemon import default_service
+from bench.engine import FORK_PARTS, PARTS, Bench, ForkSpecs, begin_run, describe_work, run_fork_parts, run_rounds
+from bench.figures import render_failure
+from bench.forks import FORK, START
+from bench.ground import describe_host
+from bench.lab import PART as LAB
 from bench.lab import ROUNDS as LAB_ROUNDS
 from bench.lab import SIZES as LAB_SIZES
 from bench.lab import measure_lab
-from bench.lab_report import PART as LAB
-from bench.lab_report import render_lab_markdown
 from bench.live import LiveSpec
-from bench.load import LoadSpec
-from bench.measure import PARTS, Bench, begin_run, describe_work, remove_snapshot, run_round
-from bench.report import Round, Run, render_failure, render_section
-from bench.results import SECTIONS, read_results, write_results
-from bench.service import FAKE, Service, begin_part, default_costs, default_cycles, default_warm, run_part
-from bench.service_report import PARTS as SERVICE_PARTS
-from bench.service_report import render_part, render_service_markdown
+from bench.many import CrowdSpec, EnduranceSpec
+from bench.report import SECTIONS, TOP, Report, find_section, read_results, render_report, write_results, write_run
+from forkd.cli.interrupts import run_async
 from forkd.cli.main import print_error
 from forkd.cli.progress import Shown
-from forkd.cli.running import run_async
 from forkd.errors import ForkdError, InvalidInput
 from forkd.host.files import scratch_directory
-from forkd.host.paths import Home, find_home
-from forkd.image import ImageStore, Progress, debian_spec, get_recipe
+from forkd.host.paths import find_home
+from forkd.image import ImageStore, debian_spec, get_recipe
 from forkd.model.machine import parse_count
 from forkd.runtime import demo
-from forkd.runtime.engines import open_engine
-from forkd.runtime.session import session
+from forkd.runtime.doctor import open_engine
+from forkd.runtime.runtime import session
 from forkd.store.snapshots import SnapshotStore
 
 _INTERRUPTED = 130
@@ -53,6 +44,14 @@ _SIZES = (1, 10, 100)
 _SERVICE_ROUNDS = 5
 # One fork of one says little of the others: percentiles want more.
 _SINGLES = 30
+_ALL = (*PARTS, *(part for part in SECTIONS if part != TOP))
+# By the section that each shows: the option that names its file, and the file.
+_CHARTS = {
+    TOP: ("--chart", Path("docs/bench.svg")),
+    "daemon": ("--daemon-chart", Path("docs/bench-daemon.svg")),
+    "live": ("--live-chart", Path("docs/bench-live.svg")),
+    "lab": ("--lab-chart", Path("docs/bench-lab.svg")),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,14 +69,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Measure forkd on this machine.")
     parser.add_argument("--rounds", type=int, default=_ROUNDS, help=f"how often to measure all (default {_ROUNDS})")
     parser.add_argument("-n", type=int, nargs="+", help="children to fork (default 1 10 100; in the lab 1 10 30)")
-    parser.add_argument(
-        "--only", action="append", choices=(*PARTS, *SECTIONS), help="a part to measure; may be repeated"
-    )
-    live, endurance = LiveSpec(), EnduranceSpec()
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--only", action="append", choices=_ALL, help="a part to measure; may be repeated")
+    what.add_argument("--render", action="store_true", help="measure nothing: tables and charts of what --out holds")
+    live, crowd, endurance = LiveSpec(), CrowdSpec(), EnduranceSpec()
     parser.add_argument(
         "--live-forks", type=int, default=live.forks, help=f"live forks with each amount written (default {live.forks})"
     )
-    parser.add_argument("--crowd", type=int, default=CrowdSpec().n, help=f"VMs alive at once (default {CrowdSpec().n})")
+    parser.add_argument("--crowd", type=int, default=crowd.n, help=f"VMs alive at once (default {crowd.n})")
     parser.add_argument(
         "--endurance",
         type=int,
@@ -88,14 +87,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--engine", help="default: what doctor chooses; the lab has its own")
     parser.add_argument("--out", type=Path, default=Path("bench/results.json"), help="default bench/results.json")
-    parser.add_argument("--chart", type=Path, default=Path("docs/bench.svg"), help="default docs/bench.svg")
-    parser.add_argument(
-        "--daemon-chart", type=Path, default=Path("docs/bench-daemon.svg"), help="default docs/bench-daemon.svg"
-    )
-    parser.add_argument(
-        "--live-chart", type=Path, default=Path("docs/bench-live.svg"), help="default docs/bench-live.svg"
-    )
-    parser.add_argument("--lab-chart", type=Path, default=Path("docs/bench-lab.svg"), help="default docs/bench-lab.svg")
+    for option, path in _CHARTS.values():
+        parser.add_argument(option, type=Path, default=path, help=f"default {path}")
     return parser.parse_args(argv)
 
 
@@ -106,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidInput(f"Cannot measure {count} {what}", hint="Use 1 or more")
     parse_count(args.crowd)
     asked = tuple(sorted({parse_count(n) for n in args.n or ()}))
-    parts = frozenset(args.only or (*PARTS, *SECTIONS))
+    parts: frozenset[str] = frozenset() if args.render else frozenset(args.only or _ALL)
     read_results(args.out)  # what cannot be kept is refused before anything is measured
     failures = run_here(args, parts, asked or _SIZES) if parts - {LAB, CONTAINERS} else []
     failures += run_containers(max(asked or _SIZES), args.out) if CONTAINERS in parts else []
@@ -121,6 +114,7 @@ def run_here(args: argparse.Namespace, parts: Collection[str], sizes: tuple[int,
     home = find_home()
     engine = open_engine(args.engine)
     lack = engine.why_no_live_forks()
+    forks = tuple(part for part in FORK_PARTS if part in parts)
     with Shown(quiet=False) as shown:
         image = ImageStore(home).build(debian_spec(get_recipe("python")), "python", shown)
         with session(home.runtime) as directory:
@@ -140,26 +134,23 @@ def run_here(args: argparse.Namespace, parts: Collection[str], sizes: tuple[int,
                 begun = begin_run(
                     describe_host(engine), {**describe_work(args.rounds, sizes, demo.MACHINE), **settings}
                 )
-                run_async(run_rounds(bench, begun, args.rounds, lambda done: write_report(done, args.out)))
-            forks = tuple(part for part in FORK_PARTS if part in parts)
+                run_async(run_rounds(bench, begun, args.rounds, partial(write_run, args.out, TOP)))
             if forks and lack:
                 shown.stage(f"not measured: {', '.join(forks)}: {lack}")
             elif forks:
-                run_async(run_forks(bench, forks, args))
-            service = _service(home, directory, shown, engine.name, sizes, min(args.rounds, _SERVICE_ROUNDS))
-            for part in (part for part in SERVICE_PARTS if part in parts):
-                run_async(run_service_part(service, part, describe_host(engine), args.out))
+                specs = fork_specs(args)
+                write = partial(write_run, args.out)
+                run_async(run_fork_parts(bench, forks, specs, args.rounds, describe_host(engine), write))
+            service = default_service(home, directory, shown, engine.name, sizes, min(args.rounds, _SERVICE_ROUNDS))
+            for part in (part for part in daemon.PARTS if part in parts):
+                begun = daemon.begin_part(service, part, describe_host(engine))
+                run_async(daemon.run_part(service, part, begun, partial(write_run, args.out, part)))
     return [f"{part}: {lack}" for part in forks if lack and part in (args.only or ())]
 
 
-async def run_forks(bench: Bench, parts: tuple[str, ...], args: argparse.Namespace) -> None:
+def fork_specs(args: argparse.Namespace) -> ForkSpecs:
     cycles, forks = args.endurance
-    specs = ForkSpecs(LiveSpec(forks=args.live_forks), CrowdSpec(args.crowd), EnduranceSpec(cycles=cycles, live=forks))
-
-    def write(part: str, done: Run) -> None:
-        write_results(args.out, {part: render_fork_part(part, done)})
-
-    await run_fork_parts(bench, parts, specs, args.rounds, describe_host(bench.engine), write)
+    return ForkSpecs(LiveSpec(forks=args.live_forks), CrowdSpec(args.crowd), EnduranceSpec(cycles=cycles, live=forks))
 
 
 def run_containers(n: int, out: Path) -> list[str]:
@@ -168,10 +159,9 @@ def run_containers(n: int, out: Path) -> list[str]:
     try:
         with Shown(quiet=False) as shown, scratch_directory(home.snapshots) as scratch:
             image = ImageStore(home).build(debian_spec(get_recipe("python")), "python", shown)
-            done = run_async(measure_containers(image.root, scratch, n, shown))
+            write_run(out, CONTAINERS, run_async(measure_containers(image.root, scratch, n, shown)))
     except ForkdError as error:
         return [render_failure(CONTAINERS, error)]
-    write_results(out, {CONTAINERS: render_section(done, ())})
     return []
 
 
@@ -184,76 +174,24 @@ def run_lab(rounds: int, sizes: Sequence[int], out: Path) -> list[str]:
     return []
 
 
-def print_report(report: Mapping[str, Any], parts: Collection[str], failures: Sequence[str]) -> int:
+def write_charts(report: Report, args: argparse.Namespace) -> None:
+    # Matplotlib takes half a second to import; a run that ends early does without.
+    from bench.charts import draw
+
+    for part, (option, _) in _CHARTS.items():
+        if (section := find_section(report, part)) is not None:
+            draw(part, section, getattr(args, option.strip("-").replace("-", "_")))
+
+
+def print_report(report: Report, parts: Collection[str], failures: Sequence[str]) -> int:
     """The tables of all there is; the failures of what was measured now."""
-    tables = (
-        render_markdown(report) if "figures" in report else "",
-        render_forks_markdown(report),
-        render_service_markdown(report),
-        render_lab_markdown(report),
-        render_containers_markdown(report),
-    )
-    print("\n".join(table for table in tables if table), end="")
+    print(render_report(report), end="")
     measured = [report] if set(parts) & set(PARTS) else []
     measured += [report[part] for part in SECTIONS if part in parts and part in report]
     failures = [*failures, *(failure for section in measured for failure in section["failures"])]
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
     return 1 if failures else 0
-
-
-async def run_service_part(service: Service, part: str, host: Mapping[str, Any], out: Path) -> None:
-    begun = begin_part(service, part, host)
-    await run_part(service, part, begun, lambda done: write_results(out, {part: render_part(part, done)}))
-
-
-async def run_rounds(bench: Bench, run: Run, count: int, on_round: Callable[[Run], None]) -> None:
-    """Adds to `run` round by round: what was measured is kept when a later round cannot be."""
-    try:
-        for number in range(1, count + 1):
-            done = await run_round(bench, f"round {number} of {count}")
-            run.rounds.append(Round(with_ratios(done.readings, bench.sizes), done.failures))
-            on_round(run)
-    finally:
-        remove_snapshot(bench)
-
-
-def write_report(run: Run, path: Path) -> None:
-    write_results(path, render_json(run))
-
-
-def write_charts(report: Mapping[str, Any], args: argparse.Namespace) -> None:
-    # Matplotlib takes half a second to import; a run that ends early does without.
-    from bench.chart import draw
-    from bench.lab_chart import draw_lab
-    from bench.live_chart import draw_live
-    from bench.service_chart import draw_daemon
-
-    if "figures" in report:
-        draw(report, args.chart)
-    if "live" in report:
-        draw_live(report["live"], args.live_chart)
-    if "daemon" in report:
-        draw_daemon(report["daemon"], args.daemon_chart)
-    if LAB in report:
-        draw_lab(report[LAB], args.lab_chart)
-
-
-def _service(
-    home: Home, directory: Path, progress: Progress, engine: str, sizes: tuple[int, ...], rounds: int
-) -> Service:
-    engines = (FAKE,) if engine == FAKE else (FAKE, engine)
-    return Service(
-        home,
-        directory,
-        progress,
-        engines,
-        {name: default_costs(name, sizes) for name in engines},
-        LoadSpec(),
-        {name: default_cycles(name) for name in engines},
-        rounds,
-        {name: default_warm(name) for name in engines},
-    )
 
 
 if __name__ == "__main__":

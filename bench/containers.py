@@ -11,19 +11,17 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.figures import Figure
-from bench.host import describe_machine
-from bench.measure import begin_run
-from bench.report import Round, Run, joined, render_failure, render_median, shares
+from bench.engine import begin_run
+from bench.figures import EACH, Family, Round, Row, Run, Values, joined, render_failure
+from bench.ground import describe_machine
 from forkd.errors import EngineFailed, ForkdError, HostLacks
-from forkd.host.programs import ask, find_program
-from forkd.host.tools import find_tool, run_tool, tool_environment
+from forkd.host.tools import ask, find_program, find_tool, run_tool, tool_environment
 from forkd.image import Progress
 from forkd.runtime import demo
 
@@ -36,14 +34,20 @@ ANSWER = f"{demo.EXPECTED}\n".encode()
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
 # How runsc intercepts system calls: the newer way first, which not every version has.
 _FLAGS = {"runsc": [("-ignore-cgroups", "-network=none", f"-platform={name}") for name in ("systrap", "ptrace")]}
-_ONE_STOPS = "it has printed the right answer and its runtime has exited; starts when its runtime is started"
-_PREPARED = "root file system mounted or unpacked, read before; config.json written; no process started ahead"
-_FIGURES = {
-    "wall": ("all of them", "s", "all have printed the right answer and their runtimes have exited"),
-    "p50": ("one start, p50", "ms", _ONE_STOPS),
-    "p99": ("one start, p99", "ms", _ONE_STOPS),
-    "ok": ("answered right", "starts", "all have ended"),
-}
+CONTAINERS = Family(
+    "containers.{runtime}.{n}",
+    "{runtime}, {n} cold starts: ",
+    "root file system mounted or unpacked, read before; config.json written; no process started ahead",
+    {
+        "wall": Row("all of them", "s", "all have printed the right answer and their runtimes have exited"),
+        EACH: Row(
+            "one start",
+            "ms",
+            "it has printed the right answer and its runtime has exited; starts when its runtime is started",
+        ),
+        "ok": Row("answered right", "starts", "all have ended"),
+    },
+)
 _CGROUPS = Path("/sys/fs/cgroup")
 _TOOL_DEADLINE_S = 300.0
 _START_DEADLINE_S = 60.0
@@ -129,33 +133,13 @@ def find_complaint(out: bytes, err: bytes, status: int | None) -> str:
     return f"exit status {status}: {last[0] if last else 'nothing printed'}"
 
 
-def figure(runtime: str, n: int, name: str) -> Figure:
-    what, unit, stop = _FIGURES[name]
-    return Figure(f"{PART}.{runtime}.{n}.{name}", f"{runtime}, {n} cold starts: {what}", unit, stop, _PREPARED)
-
-
 def compose_round(runtime: str, starts: Sequence[Start], wall_s: float) -> Round:
     """Percentiles are of the starts that answered right; there is a time of all only where all did."""
     n, took = len(starts), [start.took_ms for start in starts if not start.complaint]
     wrong = [start.complaint for start in starts if start.complaint]
-    values = {**({} if wrong else {"wall": wall_s}), **(shares(took) if took else {}), "ok": len(took)}
+    values: Values = {"ok": len(took), EACH: took, **({} if wrong else {"wall": wall_s})}
     failures = (f"{PART}, {runtime}: {len(wrong)} of {n} starts failed: {wrong[0]}",) if wrong else ()
-    return Round({figure(runtime, n, name): value for name, value in values.items()}, failures)
-
-
-def render_containers_markdown(report: Mapping[str, Any]) -> str:
-    """The table of docs/bench.md about containers, of a report as written to JSON; nothing where it has none."""
-    if (section := report.get(PART)) is None:
-        return ""
-    found, n, used = section["figures"], section["settings"]["n"], section["settings"]["runtimes"]
-    rows = [f"| {n} cold starts | {' | '.join(what for what, _, _ in _FIGURES.values())} | at once |", "|---" * 6 + "|"]
-    for runtime in RUNTIMES:
-        cells = [found.get(figure(runtime, n, name).name) for name in _FIGURES]
-        shown = [render_median(cell) if cell else "-" for cell in cells]
-        rows.append(f"| {runtime} | {' | '.join(shown)} | {used[runtime]['at_once'] if runtime in used else '-'} |")
-    notes = [*(f"did not work: {note}" for note in section["settings"]["notes"]), *section["failures"]]
-    blocks = [["### Containers with the same image and code"], rows, [f"- {note}" for note in notes]]
-    return "".join("\n".join(block) + "\n\n" for block in blocks if block)
+    return Round(CONTAINERS.read(values, runtime=runtime, n=n), failures)
 
 
 async def measure_containers(
@@ -173,7 +157,7 @@ async def measure_containers(
                 install(runtime, RUNTIMES[runtime])
                 way = await find_way(runtime, scratch, notes)
             except ForkdError as error:
-                done.append(Round({}, (render_failure(f"{PART}, {runtime}", error),)))
+                done.append(Round.failed(f"{PART}, {runtime}", error))
                 continue
             used[runtime] = {
                 "version": ask(str(find_tool(runtime)), "--version").partition("\n")[0],

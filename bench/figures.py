@@ -1,186 +1,261 @@
-"""What is measured. Every figure says where its clock stops and what was there before it started. Pure."""
+"""What a figure is, from its declaration to its place in results.json. Pure.
+
+A family declares figures that one probe reads: what each measures, its unit, where its clock stops, what was there
+before, and the bounds it is meant to keep. The probe hands its values to `Family.read`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
-from forkd.engines.base import Way
+from forkd.errors import ForkdError
+from forkd.runtime.demo import percentile
 
-FIRST_EVAL = "first eval"
+# Words that fill the {gaps} in the texts of a family: n, engine, way, ...
+Where = Mapping[str, object]
+Settings = Mapping[str, Any]
+# What a probe read, by the key of its declaration: a value, or samples.
+Values = dict[str, float | Sequence[float]]
 
-_ON_DISK = "image built, its files in the page cache; no snapshot, no process"
-_FORKABLE = "snapshot made and verified, its memory file in the page cache; no process started ahead"
-_TEMPLATED = f"{_FORKABLE} but its template, made before and kept for all forks"
-_CLEAN = "A clean page of the memory file counts where one child alone maps it"
-_CHILD = "a child whose eval was answered before"
+# The key of samples that have no name of their own: `load.p50` is of each command of the load.
+EACH = ""
+SAME_ROUND = "both in the same round"
+SEE_BOTH = "see the two figures"
 
-# How children come to be, where that is measured in more than one way. The others are started, as in the lab.
-START, FORK = Way.START.value, Way.FORK.value
-WAYS = {FORK: "from a template", START: "by start"}
-
-# Where each step of a fork or a cold boot is over; the steps are the engine's and the runtime's own marks.
-_STEP_ENDS = {
-    "process start": "the VMM has answered on its monitor",
-    "state load": "the VMM has loaded the device state",
-    "confine": "the VMM has the filter under which it starts no process",
-    "quiescence": "every thread of the template rests where it can be forked, the forks before this one being done",
-    "clone": "the template's process has been duplicated",
-    "descriptors": "the child has sockets, logs and files of its own",
-    "threads": "the child has threads of its own, all at rest",
-    "resume": "the VMM has confirmed that the guest runs",
-    "contract": "the host has checked the child's proof of the fork contract",
-    "agent answers": "the agent's answer to the first greeting is on the host",
-    "warm-up": "the agent's answer to the warm-up is on the host",
-    FIRST_EVAL: "the answer to the child's first evaluation is on the host",
+# Whether a value keeps a limit, and of which round that is the least true.
+_HOLDS: dict[str, tuple[Callable[[float, float], bool], Callable[[float, float], float]]] = {
+    "<=": (lambda value, limit: value <= limit, lambda value, _: value),
+    "<": (lambda value, limit: value < limit, lambda value, _: value),
+    ">=": (lambda value, limit: value >= limit, lambda value, _: -value),
+    "=": (lambda value, limit: value == limit, lambda value, limit: abs(value - limit)),
 }
+# Of amounts there are ratios; not of counts, nor of what is nearly nothing.
+_AMOUNTS = ("s", "ms", "MiB")
 
 
 @dataclass(frozen=True)
 class Figure:
+    """One figure that was or may be measured: a declaration whose gaps are filled."""
+
     name: str
     what: str
     unit: str
     stops_at: str
     prepared: str
 
-
-def cold_boot() -> Figure:
-    stop = "the answer to the first evaluation is on the host"
-    return Figure("cold_boot.total", "cold boot of one VM, warmed, first eval", "s", stop, _ON_DISK)
-
-
-def cold_boot_step(step: str) -> Figure:
-    return Figure(f"cold_boot.step.{step}", f"cold boot: {step}", "s", _end(step), "all steps before it")
+    @property
+    def is_amount(self) -> bool:
+        """Whether it makes a ratio with another. Steps are compared in their own table."""
+        return self.unit in _AMOUNTS and not (self.name.startswith("fork.") and ".step." in self.name)
 
 
-def snapshot_total() -> Figure:
-    stop = "the snapshot is synced and stands under its tag"
-    return Figure("snapshot.total", "snapshot: created in all", "s", stop, _ON_DISK)
+def _once(_: Settings) -> Iterable[Where]:
+    return ({},)
 
 
-def snapshot_step(step: str) -> Figure:
-    stop = "the runtime reports its next step"
-    return Figure(f"snapshot.step.{step}", f"snapshot: {step}", "s", stop, "all steps before it")
+@dataclass(frozen=True)
+class Bound:
+    """A target: what the median has to keep; `=` has to hold in every round. A `limit` of text is one of the words.
+
+    `at` says where it is judged, whether or not that was measured; `share` is the percentile of samples.
+    """
+
+    target: str
+    holds: str
+    limit: float | str
+    at: Callable[[Settings], Iterable[Where]] = _once
+    share: str = ""
 
 
-def fork_wall(n: int, way: str = "") -> Figure:
-    stop = f"all {n} children have answered their first evaluation"
-    return Figure(f"{_place(n, way)}.wall", f"{_title(n, way)}, all ready", "s", stop, _prepared(way))
+@dataclass(frozen=True)
+class Row:
+    """The declaration of one figure. Without `prepared` or `title` those of its family hold."""
+
+    what: str
+    unit: str
+    stops_at: str
+    bounds: tuple[Bound, ...] = ()
+    prepared: str = ""
+    title: str | None = None
 
 
-def fork_child(n: int, share: str, way: str = "") -> Figure:
-    begin = "the engine is asked for it, before it waits for its turn" if way == FORK else "its process is started"
-    stop = f"the answer to this child's first evaluation is on the host; starts when {begin}"
-    return Figure(
-        f"{_place(n, way)}.child.{share}", f"{_title(n, way)}: one child, {share}", "ms", stop, _prepared(way)
-    )
+def ratio(what: str, *bounds: Bound) -> Row:
+    """Of two figures."""
+    return Row(what, "", SAME_ROUND, bounds, SEE_BOTH)
 
 
-def fork_step(n: int, step: str, share: str, way: str = "") -> Figure:
-    what = f"{_title(n, way)}: {step}, {share}"
-    return Figure(f"{_place(n, way)}.step.{step}.{share}", what, "ms", _end(step), "all steps of this child before it")
+@dataclass(frozen=True)
+class Family:
+    """Figures whose names begin with `place`, by the rest of their names."""
+
+    place: str
+    title: str
+    prepared: str
+    rows: Mapping[str, Row]
+
+    def at(self, key: str, share: str = "", /, **where: object) -> Figure:
+        row = self.rows[key]
+        what = f"{self.title if row.title is None else row.title}{row.what}{f', {share}' if share else ''}"
+        texts = (what, row.unit, row.stops_at, row.prepared or self.prepared)
+        return Figure(self.name(key, share, **where), *(text.format_map(where) for text in texts))
+
+    def name(self, key: str, share: str = "", /, **where: object) -> str:
+        return ".".join(part for part in (self.place, key, share) if part).format_map(where)
+
+    def read(self, values: Mapping[str, float | Sequence[float]], /, **where: object) -> dict[Figure, float]:
+        """In the order of the declaration. Samples become p50 and p99; of no samples there is nothing."""
+        if undeclared := values.keys() - self.rows.keys():
+            raise KeyError(f"{self.place} declares no {sorted(undeclared)}")
+        readings: dict[Figure, float] = {}
+        for key in (key for key in self.rows if key in values):
+            value = values[key]
+            parts = (shares(value) if value else {}) if isinstance(value, Sequence) else {"": value}
+            readings |= {self.at(key, share, **where): part for share, part in parts.items()}
+        return readings
 
 
-def fork_ok(n: int, way: str = "") -> Figure:
-    what = f"{_title(n, way)}: children that answered right"
-    return Figure(f"{_place(n, way)}.ok", what, "children", "the fork returned or failed", _prepared(way))
+Readings = Mapping[Figure, float]
 
 
-def fork_cpu(n: int, of: str, way: str = "") -> Figure:
-    what = f"{_title(n, way)}: CPU time of {of} per child until ready, mean"
-    return Figure(f"{_place(n, way)}.cpu", what, "ms", "the child's first evaluation was answered", _prepared(way))
+def by_name(readings: Readings) -> dict[str, float]:
+    return {figure.name: value for figure, value in readings.items()}
 
 
-def fork_host_cpu(n: int, way: str) -> Figure:
-    what = f"{_title(n, way)}: CPU time of this process and the template per child, mean"
-    stop = f"all {n} children have answered their first evaluation"
-    return Figure(f"{_place(n, way)}.host_cpu", what, "ms", stop, _prepared(way))
+@dataclass(frozen=True)
+class Round:
+    """What one round read, and what failed in it."""
+
+    readings: Readings
+    failures: tuple[str, ...] = ()
+
+    @classmethod
+    def failed(cls, title: str, error: ForkdError, readings: Readings | None = None) -> Round:
+        """A failure is a finding, not the end of the run."""
+        return cls(readings or {}, (render_failure(title, error),))
 
 
-def unique_memory(n: int, of: str, way: str = "") -> Figure:
-    stop = f"all {n} children have answered their first evaluation"
-    prepared = f"private pages of the VMM process. {_CLEAN}"
-    what = f"{_title(n, way)}: unique memory per child, {of}"
-    return Figure(f"{_place(n, way)}.unique.{of}", what, "MiB", stop, prepared)
+def joined(parts: Iterable[Round]) -> Round:
+    """What was read one after the other, as one round."""
+    readings: dict[Figure, float] = {}
+    failures: list[str] = []
+    for part in parts:
+        readings |= part.readings
+        failures += part.failures
+    return Round(readings, tuple(failures))
 
 
-def idle_unique_memory(n: int, of: str, settle_s: float) -> Figure:
-    what = f"fork of {n}: unique memory per idle child, {of}"
-    stop = f"all {n} children have answered their first evaluation, and {settle_s:g} s have passed"
-    prepared = f"private pages of all processes of a child. {_CLEAN}"
-    return Figure(f"fork.{n}.idle_unique.{of}", what, "MiB", stop, prepared)
+@dataclass(frozen=True)
+class Run:
+    """Everything a section of results.json is made of."""
+
+    started: str
+    host: Mapping[str, Any]
+    settings: Settings
+    rounds: list[Round] = field(default_factory=list)
 
 
-def resident_memory() -> Figure:
-    stop = "the parent is frozen"
-    prepared = "its memory file without the holes, which are pages it never touched"
-    return Figure("snapshot.resident", "snapshot: resident memory of the guest", "MiB", stop, prepared)
+@dataclass(frozen=True)
+class Summary:
+    figure: Figure
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
 
 
-def unique_share(n: int) -> Figure:
-    what = f"fork of {n}: unique memory of the largest idle child, of the guest's resident"
-    return Figure(f"fork.{n}.unique_share", what, "%", "both in the same round", "see the two figures")
+@dataclass(frozen=True)
+class Target:
+    """`reached` is None where this run did not measure it. `value` is the median, `worst` the worst round."""
+
+    name: str
+    bound: str
+    unit: str
+    value: float | None = None
+    worst: float | None = None
+    reached: bool | None = None
+    reached_in_every_round: bool | None = None
 
 
-def idle_cpu(n: int, window_s: float, way: str = "") -> Figure:
-    what = f"{_title(n, way)}: idle CPU per child, mean"
-    stop = f"{window_s:g} s later, nobody having asked anything"
-    prepared = "all children alive, each after its first eval"
-    return Figure(f"{_place(n, way)}.idle", what, "% of a core", stop, prepared)
+def render_failure(title: str, error: ForkdError) -> str:
+    """With the last line of its details: there the VMM says what it did not like."""
+    lines = (error.details or "").strip().splitlines()
+    return f"{title}: {error.code}: {error.message}{f' ({lines[-1]})' if lines else ''}"
 
 
-def kill(n: int, way: str = "") -> Figure:
-    what = f"end of all {n} children" + (f" made {WAYS[way]}" if way else "")
-    stop = "every process is reaped, its sockets and directory are gone"
-    return Figure(f"{_place(n, way)}.kill", what, "s", stop, f"{n} idle children")
+def shares(values: Sequence[float]) -> dict[str, float]:
+    return {"p50": percentile(values, 0.5), "p99": percentile(values, 0.99)}
 
 
-def template_made() -> Figure:
-    stop = "it has rehearsed what every child does, and stands still"
-    return Figure("template.made", "template: made in all", "s", stop, _FORKABLE)
+def step_lengths(begun: float, marks: Mapping[str, float]) -> dict[str, float]:
+    """How long each step took, of the times at which they were over, in the order they happened."""
+    lengths, before = {}, begun
+    for step, at in sorted(marks.items(), key=lambda mark: mark[1]):
+        lengths[step] = at - before
+        before = at
+    return lengths
 
 
-def template_memory() -> Figure:
-    prepared = "pages of its VMM process that belong to no file; shared with its children until one of them writes"
-    return Figure("template.memory", "template: memory of its own", "MiB", "it stands still", prepared)
+def summarize(rounds: Sequence[Round]) -> dict[str, Summary]:
+    """By name, in the order they were first read. A figure that a round lacks has fewer values."""
+    collected: dict[Figure, list[float]] = {}
+    for each in rounds:
+        for figure, value in each.readings.items():
+            collected.setdefault(figure, []).append(value)
+    return {figure.name: Summary(figure, tuple(values)) for figure, values in collected.items()}
 
 
-def trip(kind: str, share: str) -> Figure:
-    what = {"eval": "eval round trip on a warm child", "exec": "exec of /bin/true on a warm child"}[kind]
-    stop = {"eval": "the value is on the host", "exec": "the exit status is on the host"}[kind]
-    prepared = {"eval": f"{_CHILD}, several times", "exec": f"{_CHILD}; the command was run before"}[kind]
-    return Figure(f"trip.{kind}.{share}", f"{what}, {share}", "ms", stop, f"{prepared}; the only VM")
+def judge(families: Iterable[Family], summaries: Mapping[str, Summary], settings: Settings) -> list[Target]:
+    """Every bound of these families against what was measured."""
+    return [
+        judge_one(bound, family.name(key, bound.share, **where), row.unit, summaries, where)
+        for family in families
+        for key, row in family.rows.items()
+        for bound in row.bounds
+        for where in bound.at(settings)
+    ]
 
 
-def fork_to_cold(n: int, way: str = "") -> Figure:
-    what = f"{_title(n, way)} / cold boot of one"
-    name = f"ratio.fork_{n}{way and f'_{way}'}_to_cold_boot"
-    return Figure(name, what, "", "both in the same round", "see the two figures")
+def judge_one(bound: Bound, name: str, unit: str, summaries: Mapping[str, Summary], where: Where) -> Target:
+    limit = float(str(where[bound.limit])) if isinstance(bound.limit, str) else bound.limit
+    target = Target(bound.target.format_map(where), f"{bound.holds} {limit:g}", unit)
+    if (summary := summaries.get(name)) is None:
+        return target
+    keeps, badness = _HOLDS[bound.holds]
+    worst = max(summary.values, key=lambda value: badness(value, limit))
+    always = keeps(worst, limit)
+    reached = always if bound.holds == "=" else keeps(summary.median, limit)
+    return replace(target, value=summary.median, worst=worst, reached=reached, reached_in_every_round=always)
 
 
-def versus_start(n: int, figure: Figure) -> Figure:
-    """Of one about forks from a template: how it compares with the same one about children that are started."""
-    name = figure.name.replace(_place(n, FORK), f"ratio.fork.{n}.fork_to_start", 1)
-    what = f"{figure.what.replace(_title(n, FORK), f'fork of {n}')}, {WAYS[FORK]} / {WAYS[START]}"
-    return Figure(name, what, "", "both in the same round", "see the two figures")
+def render_section(run: Run, targets: Sequence[Target]) -> dict[str, Any]:
+    """As it stands in results.json."""
+    return {
+        "started": run.started,
+        "host": dict(run.host),
+        "settings": {**run.settings, "rounds_done": len(run.rounds)},
+        "failures": [failure for each in run.rounds for failure in each.failures],
+        "targets": [{key: _rounded(value) for key, value in asdict(target).items()} for target in targets],
+        "figures": {name: _render_summary(summary) for name, summary in summarize(run.rounds).items()},
+    }
 
 
-def step_rank(step: str) -> int:
-    """Where among the steps it comes; not every engine has all of them."""
-    return list(_STEP_ENDS).index(step) if step in _STEP_ENDS else len(_STEP_ENDS)
+def _render_summary(summary: Summary) -> dict[str, Any]:
+    figure = summary.figure
+    return {
+        "what": figure.what,
+        "unit": figure.unit,
+        "median": _rounded(summary.median),
+        "min": _rounded(min(summary.values)),
+        "max": _rounded(max(summary.values)),
+        "stops_at": figure.stops_at,
+        "prepared": figure.prepared,
+        "rounds": [_rounded(value) for value in summary.values],
+    }
 
 
-def _end(step: str) -> str:
-    return _STEP_ENDS.get(step, f"the step '{step}' is over")
-
-
-def _place(n: int, way: str) -> str:
-    return f"fork.{n}.{way}" if way else f"fork.{n}"
-
-
-def _title(n: int, way: str) -> str:
-    return f"fork of {n} {WAYS[way]}" if way else f"fork of {n}"
-
-
-def _prepared(way: str) -> str:
-    return _TEMPLATED if way == FORK else _FORKABLE
+def _rounded(value: Any) -> Any:
+    return round(value, 4) if isinstance(value, float) else value

@@ -1,24 +1,26 @@
-"""What forks of live VMs are measured on: an engine, a frozen parent, a place for VMs."""
+"""What is measured on: the machine, without which no figure means anything; an engine, a frozen parent, a guest."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator
+import os
+import platform
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from bench.guest import evaluate
-from forkd.engines.base import Engine, Frozen, Machine, Way
-from forkd.errors import ContractBroken, EngineFailed, ForkdError
-from forkd.guest.calls import Agent
-from forkd.guest.identity import become
+from forkd.engines.base import Engine, Frozen, Way
+from forkd.engines.qemu.args import find_binary
+from forkd.errors import ContractBroken, EngineFailed
+from forkd.guest.agent import Agent
+from forkd.host.firecracker import find_binaries
+from forkd.host.system import parse_kib_table, read_cpuinfo
 from forkd.image import Progress
-from forkd.model.identity import Identity
-from forkd.runtime.sandbox import Sandbox, explain
-from forkd.runtime.spawn import fork_one, new_identities
+from forkd.runtime import demo
+from forkd.runtime.child import Child
+from forkd.runtime.fork import fork_one, new_identities
 from forkd.runtime.templates import Template, Templates
-from forkd.wire.agent import padding
 
 _TAG = "bench"
 
@@ -29,14 +31,6 @@ class Ground:
     frozen: Frozen
     directory: Path
     progress: Progress
-
-
-@dataclass(frozen=True)
-class LiveTimes:
-    """`pause_ms`: how long the source stood still. `answer_ms`: from the call to the answer of the fork."""
-
-    pause_ms: float
-    answer_ms: float
 
 
 @asynccontextmanager
@@ -53,50 +47,75 @@ async def templated(ground: Ground) -> AsyncIterator[Template]:
 
 
 @asynccontextmanager
-async def sandboxed(ground: Ground, template: Template) -> AsyncIterator[Sandbox]:
-    """A VM to be forked while it runs, made as forkd makes them."""
+async def sandboxed(ground: Ground, template: Template | None = None) -> AsyncIterator[Child]:
+    """A VM as forkd makes them; where there is a template, it has to come from it."""
     sandbox = await fork_one(ground.engine, ground.frozen, new_identities(1)[0], ground.directory, template=template)
     try:
-        if sandbox.machine.phases.way is not Way.FORK:
+        if template and sandbox.machine.phases.way is not Way.FORK:
             raise ContractBroken(f"{sandbox.id} was started, and not forked from the template")
         yield sandbox
     finally:
         await sandbox.kill()
 
 
-@asynccontextmanager
-async def forked_live(ground: Ground, source: Sandbox) -> AsyncIterator[tuple[Agent, LiveTimes]]:
-    """A fork of a running VM that has become someone of its own and answered; it is killed at the end."""
-    identity = new_identities(1)[0]
-    begun = time.monotonic()
-    machine = await ground.engine.fork_live(source.machine, ground.directory / identity.sandbox_id)
-    agent: Agent | None = None
-    try:
-        try:
-            agent = await greet(machine, identity)
-            await evaluate(agent)
-            answered = time.monotonic()
-            pause_s = machine.phases.pause_s
-            if pause_s is None:
-                raise EngineFailed(f"{identity.sandbox_id} does not say how long its source stood still")
-            yield agent, LiveTimes(pause_s * 1000, (answered - begun) * 1000)
-        except ForkdError as error:
-            explained = await explain(error, machine, "it was forked from a live VM")
-            raise explained from error
-    finally:
-        if agent is not None:
-            agent.close()
-        await machine.kill()
+async def evaluate(agent: Agent) -> None:
+    """The demo's expression."""
+    await expect(agent, demo.CODE, demo.EXPECTED)
 
 
-async def greet(machine: Machine, identity: Identity) -> Agent:
-    """The stream of its source goes on, perhaps in the middle of a frame, which has to be completed first."""
-    agent = Agent.attach(await machine.connect())
-    try:
-        agent.channel.send(padding())
-        await become(agent, identity)
-        await machine.running()
-    except BaseException:
-        agent.close()
-        raise
-    return agent
+async def expect(agent: Agent, code: str, wanted: object) -> None:
+    """A wrong answer is an error, not a measurement."""
+    result = await agent.eval(code)
+    if not result.has_value or result.value != wanted:
+        raise ContractBroken(
+            f"The guest answered {result.repr} instead of {wanted!r}",
+            details=result.error.traceback or result.error.message if result.error else None,
+        )
+
+
+def describe_machine() -> dict[str, Any]:
+    return {
+        "cpu": parse_cpu_model(read_cpuinfo()),
+        "cores": len(os.sched_getaffinity(0)),
+        "ram_mib": parse_kib_table(Path("/proc/meminfo").read_text())["MemTotal"] // 2**20,
+        "kernel": platform.release().partition("-")[0],
+        "python": platform.python_version(),
+        "load_average_at_start": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def describe_host(engine: Engine) -> dict[str, Any]:
+    # The fake engine runs where no QEMU is.
+    qemu = find_binary().version if engine.name == "qemu" else None
+    return {
+        **describe_machine(),
+        "qemu": qemu,
+        "engine": engine.name,
+        "isolation": engine.isolation,
+        "accelerator": engine.isolation.removeprefix("qemu-") if qemu else None,
+    }
+
+
+def describe_engines(engines: Sequence[Engine]) -> dict[str, Any]:
+    return {
+        **describe_machine(),
+        "qemu": find_binary().version,
+        "accelerator": "kvm",
+        "firecracker": find_binaries().version,
+        "isolation": {engine.name: engine.isolation for engine in engines},
+    }
+
+
+def parse_cpu_model(cpuinfo: str) -> str:
+    for line in cpuinfo.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return " ".join(value.split())
+    return "unknown"
+
+
+def render_host(host: Mapping[str, Any]) -> str:
+    """One line for a chart."""
+    qemu = f", QEMU {host['qemu'].partition(' ')[0]} ({host['accelerator']})" if host["qemu"] else ""
+    firecracker = f", Firecracker {host['firecracker']}" if "firecracker" in host else ""
+    return f"{host['cpu']}, {host['cores']} cores, {host['ram_mib'] / 1024:.0f} GiB RAM{qemu}{firecracker}"

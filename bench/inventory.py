@@ -13,21 +13,21 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.served import Served, count_tasks
-from forkd.host.integrity import STAMPS
+from forkd.host.files import STAMPS
 from forkd.host.marked import find_marked
-from forkd.host.memory import memory_use
+from forkd.host.system import memory_use
 
 # An answer may arrive before the daemon has put everything away that it needed for it.
 SETTLE_S = 15.0
 _LOOK_S = 0.1
 # How threads are called that fork live VMs.
 _TRACERS = "fork-"
-# Grows to its limit and is cut there; its rows are no leak.
+# Grows to its limit and is cut there; its rows are not leaks.
 _BOUNDED_TABLES = frozenset({"events"})
 # The audit log and its rotated predecessors, and the write-ahead log of a database that is open.
 _COMING_AND_GOING = re.compile(r"home/(audit\.log(\.\d+)?|registry\.db-(wal|shm))")
@@ -80,30 +80,20 @@ def take_own_inventory(directory: Path, others: Iterable[int] = ()) -> Inventory
     )
 
 
-async def settle_own(directory: Path, before: Inventory, others: Iterable[int] = ()) -> list[str]:
-    """As `settle`, while the loop goes on."""
-    kept, deadline = tuple(others), time.monotonic() + SETTLE_S
-    while True:
-        left = find_leaks(before, take_own_inventory(directory, kept))
-        if not left or time.monotonic() > deadline:
-            return left
-        await asyncio.sleep(_LOOK_S)
-
-
 def take_use(pid: int) -> Use:
     threads = re.search(r"^Threads:\s+(\d+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     assert threads is not None
     return Use(memory_use(pid).resident_bytes / 2**20, len(list(Path(f"/proc/{pid}/fd").iterdir())), int(threads[1]))
 
 
-def settle(daemon: Served, before: Inventory) -> list[str]:
+async def settle(before: Inventory, take: Callable[[], Inventory]) -> list[str]:
     """What there is more than `before`, once it no longer gets less."""
     deadline = time.monotonic() + SETTLE_S
     while True:
-        left = find_leaks(before, take_inventory(daemon))
+        left = find_leaks(before, take())
         if not left or time.monotonic() > deadline:
             return left
-        time.sleep(_LOOK_S)
+        await asyncio.sleep(_LOOK_S)
 
 
 def find_leaks(before: Inventory, after: Inventory) -> list[str]:

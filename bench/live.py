@@ -2,16 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from bench import fork_figures as figures
-from bench.figures import Figure
-from bench.ground import Ground, LiveTimes, forked_live, sandboxed, templated
-from bench.guest import expect
-from bench.report import Round, render_failure, shares
-from forkd.errors import ForkdError
-from forkd.runtime.sandbox import Sandbox
+from bench.figures import SEE_BOTH, Bound, Family, Figure, Round, Row, Settings, Where, render_failure, shares
+from bench.ground import Ground, evaluate, expect, sandboxed, templated
+from forkd.engines.base import Machine
+from forkd.errors import EngineFailed, ForkdError
+from forkd.guest.agent import Agent
+from forkd.guest.identity import become
+from forkd.model.names import Identity
+from forkd.runtime.child import Child, explain
+from forkd.runtime.fork import new_identities
+from forkd.wire.agent import padding
+
+RUNNING = "a running VM, itself a child of a template, whose last evaluation was answered"
+PAUSE = "its source stands still"
+PAUSE_STOPS = "the source runs again, by the VMM's own time stamp; starts before it is told to stop"
+ANSWER = "it answers"
+ANSWER_STOPS = (
+    "it has kept the fork contract and the answer to its first evaluation is on the host; starts with the call"
+)
+# With how much just written pause and answer are judged, and the most their p50 may be.
+JUDGED_MIB = 64
+PAUSE_MS, ANSWER_MS = 10.0, 80.0
+
+
+def after_writing(mib: int) -> dict[str, object]:
+    """The words for forks of a VM that has just written that much."""
+    return {
+        "mib": mib,
+        "ready": f"{RUNNING}, and which wrote to each page of that much memory in it" if mib else RUNNING,
+    }
+
+
+def _judged(_: Settings) -> Iterable[Where]:
+    return (after_writing(JUDGED_MIB),)
+
+
+def _each_amount(settings: Settings) -> Iterable[Where]:
+    return ({**after_writing(mib), "forks": settings["forks"]} for mib in settings["written_mib"])
+
+
+_PAUSE_TARGET = "live fork, {mib} MiB just written: pause of the source"
+LIVE = Family(
+    "live.{mib}",
+    "live fork, {mib} MiB just written: ",
+    "{ready}",
+    {
+        "pause": Row(
+            PAUSE,
+            "ms",
+            PAUSE_STOPS,
+            (
+                Bound(f"{_PAUSE_TARGET}, p50", "<=", PAUSE_MS, _judged, "p50"),
+                Bound(f"{_PAUSE_TARGET}, p99", "<=", 30.0, _judged, "p99"),
+            ),
+        ),
+        "answer": Row(
+            ANSWER,
+            "ms",
+            ANSWER_STOPS,
+            (Bound("live fork, {mib} MiB just written: answer, p50", "<=", ANSWER_MS, _judged, "p50"),),
+        ),
+        "ok": Row(
+            "forks that were right, and so was their source",
+            "forks",
+            "fork and source have shown that each has its own memory",
+            (Bound("live fork, {mib} MiB just written: all forks right in every round", "=", "forks", _each_amount),),
+            RUNNING,
+        ),
+    },
+)
+CHAIN = Family(
+    "live.chain",
+    "live forks ",
+    RUNNING,
+    {
+        "pause.{which}": Row(f"{{which}} of one VM: {PAUSE}, p50", "ms", PAUSE_STOPS),
+        "answer.{which}": Row(f"{{which}} of one VM: {ANSWER}, p50", "ms", ANSWER_STOPS),
+        "pause.ratio": Row(
+            f"{{last}} of one VM / {{first}}: {PAUSE}", "", "the last fork has answered", prepared=SEE_BOTH
+        ),
+        "answer.ratio": Row(
+            f"{{last}} of one VM / {{first}}: {ANSWER}", "", "the last fork has answered", prepared=SEE_BOTH
+        ),
+    },
+)
 
 _PAGE = 4096
 # How many forks at either end of a chain are compared: one alone may meet a bad moment.
@@ -25,6 +104,14 @@ class LiveSpec:
     written_mib: tuple[int, ...] = (0, 64, 256)
     forks: int = 20
     chain: int = 50
+
+
+@dataclass(frozen=True)
+class LiveTimes:
+    """`pause_ms`: how long the source stood still. `answer_ms`: from the call to the answer of the fork."""
+
+    pause_ms: float
+    answer_ms: float
 
 
 @dataclass
@@ -54,7 +141,7 @@ async def measure_live(ground: Ground, spec: LiveSpec, title: str) -> Round:
     return Round(readings, (*failures, *chain.failures))
 
 
-async def _fork_often(ground: Ground, source: Sandbox, written_mib: int, count: int, forks: _Forks) -> None:
+async def _fork_often(ground: Ground, source: Child, written_mib: int, count: int, forks: _Forks) -> None:
     """A fork that fails is a finding, the end of its source is the end of it."""
     for number in range(1, count + 1):
         ground.progress.stage(forks.title)
@@ -67,7 +154,7 @@ async def _fork_often(ground: Ground, source: Sandbox, written_mib: int, count: 
                 return
 
 
-async def _fork_checked(ground: Ground, source: Sandbox, written_mib: int, mark: int) -> LiveTimes:
+async def _fork_checked(ground: Ground, source: Child, written_mib: int, mark: int) -> LiveTimes:
     """The fork has what its source wrote last; what the fork writes then, its source has not."""
     size = written_mib * 2**20
     written = sum_of(size, mark)
@@ -96,27 +183,60 @@ written[:{size}:{_PAGE}] = bytes([{mark}]) * {size // _PAGE}
 """
 
 
-def read_forks(written_mib: int, times: Sequence[LiveTimes]) -> dict[Figure, float]:
-    """No shares of nothing: that none answered is said by the failures."""
-    readings: dict[Figure, float] = {figures.live_ok(written_mib): len(times)}
-    for name, values in _amounts(times).items() if times else ():
-        readings |= {figures.live(written_mib, name, share): value for share, value in shares(values).items()}
-    return readings
+def read_forks(mib: int, times: Sequence[LiveTimes]) -> dict[Figure, float]:
+    return LIVE.read({"ok": len(times), **_samples(times)}, **after_writing(mib))
 
 
 def read_chain(times: Sequence[LiveTimes]) -> dict[Figure, float]:
     count = len(times)
     ends = max(1, min(_ENDS, count // 2))
+    words = {"first": f"1 to {ends}", "last": f"{count - ends + 1} to {count}"}
     readings: dict[Figure, float] = {}
-    for name, values in _amounts(times).items():
+    for name, values in _samples(times).items():
         first, last = shares(values[:ends])["p50"], shares(values[-ends:])["p50"]
-        readings |= {
-            figures.chain(name, f"1 to {ends}"): first,
-            figures.chain(name, f"{count - ends + 1} to {count}"): last,
-            figures.chain_ratio(name, count, ends): last / first,
-        }
+        for which, value in ((words["first"], first), (words["last"], last)):
+            readings |= CHAIN.read({f"{name}.{{which}}": value}, which=which)
+        readings |= CHAIN.read({f"{name}.ratio": last / first}, **words)
     return readings
 
 
-def _amounts(times: Sequence[LiveTimes]) -> dict[str, list[float]]:
+def _samples(times: Sequence[LiveTimes]) -> dict[str, list[float]]:
     return {"pause": [each.pause_ms for each in times], "answer": [each.answer_ms for each in times]}
+
+
+@asynccontextmanager
+async def forked_live(ground: Ground, source: Child) -> AsyncIterator[tuple[Agent, LiveTimes]]:
+    """A fork of a running VM that has taken a new identity and answered; it is killed at the end."""
+    identity = new_identities(1)[0]
+    begun = time.monotonic()
+    machine = await ground.engine.fork_live(source.machine, ground.directory / identity.sandbox_id)
+    agent: Agent | None = None
+    try:
+        try:
+            agent = await greet(machine, identity)
+            await evaluate(agent)
+            answered = time.monotonic()
+            pause_s = machine.phases.pause_s
+            if pause_s is None:
+                raise EngineFailed(f"{identity.sandbox_id} does not say how long its source stood still")
+            yield agent, LiveTimes(pause_s * 1000, (answered - begun) * 1000)
+        except ForkdError as error:
+            explained = await explain(error, machine, "it was forked from a live VM")
+            raise explained from error
+    finally:
+        if agent is not None:
+            agent.close()
+        await machine.kill()
+
+
+async def greet(machine: Machine, identity: Identity) -> Agent:
+    """The stream of its source goes on, perhaps in the middle of a frame, which has to be completed first."""
+    agent = Agent.attach(await machine.connect())
+    try:
+        agent.channel.send(padding())
+        await become(agent, identity)
+        await machine.running()
+    except BaseException:
+        agent.close()
+        raise
+    return agent

@@ -1,8 +1,15 @@
-"""A daemon to measure: `forkd serve` in a process and a home of its own, with the stamps of bench.stamped."""
+"""A daemon to measure: `forkd serve` in a process and a home of its own, and requests to it as plain as they can be.
+
+`python -m bench.served FILE serve ...` is forkd as it is, with stamps on what the daemon itself waits for; what else a
+client waits for is the daemon's own. On SIGUSR2 it adds a line with the number of tasks in the loop.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
+import http.client
 import json
 import os
 import signal
@@ -11,14 +18,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any, ParamSpec, Self, TypeVar
 
-from bench.rest import Refused, Rest
+from forkd.cli.main import main
 from forkd.errors import EngineFailed, ForkdError
+from forkd.guest.agent import Agent
 from forkd.host.paths import Home
-from forkd.runtime import demo
+from forkd.runtime import demo, spawn
+from forkd.runtime.fork import fork_children
 from forkd.wire.endpoint import SOCKET_NAME
 
 TAG = "bench"
@@ -28,6 +39,63 @@ STOP_S = 60.0
 STAMP_S = 5.0
 _LOOK_S = 0.02
 _UNSUPPORTED = 501
+# Forks of a hundred on a slow machine are answered once all are there.
+ANSWER_S = 180.0
+
+
+class Refused(EngineFailed):
+    """Answered, with something else than a success."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+class Rest:
+    """`took_ms` of the last request: from before its first byte is sent until the last of the answer is read."""
+
+    def __init__(self, connection: http.client.HTTPConnection) -> None:
+        self._connection = connection
+        self.took_ms = 0.0
+
+    @classmethod
+    def by_socket(cls, path: Path) -> Rest:
+        return cls(_UnixConnection(path, ANSWER_S))
+
+    @classmethod
+    def by_port(cls, port: int) -> Rest:
+        return cls(http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_S))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def ask(self, method: str, path: str, body: object = None) -> Any:
+        """The parsed answer; anything but a success is an error."""
+        sent = None if body is None else json.dumps(body).encode()
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        begun = time.perf_counter()
+        self._connection.request(method, path, sent, headers)
+        response = self._connection.getresponse()
+        received = response.read()
+        self.took_ms = (time.perf_counter() - begun) * 1000
+        if response.status >= 300:
+            what = f"{method} {path} was answered with {response.status}: {received[:500]!r}"
+            raise Refused(what, response.status)
+        return json.loads(received) if received else None
 
 
 @dataclass(frozen=True)
@@ -68,7 +136,7 @@ class StampReader:
         """Of the one request since: more or fewer would mean that something else was measured."""
         stamps = self.take()
         if [found for found, _ in stamps] != [kind]:
-            raise EngineFailed(f"One {kind} left the stamps {stamps}")
+            raise EngineFailed(f"Expected one stamp of {kind}, found {stamps}")
         return stamps[0][1]
 
 
@@ -127,7 +195,7 @@ def find_free_port() -> int:
 
 def _render_command(engine: str, stamps: Path, port: int) -> list[str]:
     settings = ["--engine", engine, "--bind", f"127.0.0.1:{port}", "--on-stop", "kill"]
-    return [sys.executable, "-m", "bench.stamped", str(stamps), "serve", *settings]
+    return [sys.executable, "-m", "bench.served", str(stamps), "serve", *settings]
 
 
 def _render_env(home: Home) -> dict[str, str]:
@@ -159,3 +227,44 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.kill()
         process.wait()
         raise
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Stamps:
+    """A line of the file is one wait in milliseconds: for the engine (`fork`) or the guest's agent (`exec`, `eval`)."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def write(self, kind: str, value: float) -> None:
+        os.write(self._fd, json.dumps({"kind": kind, "value": value}).encode() + b"\n")
+
+    def on(self, kind: str, call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+        @functools.wraps(call)
+        async def stamped(*args: P.args, **kwargs: P.kwargs) -> T:
+            begun = time.perf_counter()
+            result = await call(*args, **kwargs)
+            # After the reading of the clock: the writing counts as the daemon's.
+            self.write(kind, (time.perf_counter() - begun) * 1000)
+            return result
+
+        return stamped
+
+    def on_count(self, _number: int, _frame: FrameType | None) -> None:
+        self.write("tasks", len(asyncio.all_tasks()))
+
+
+def install(stamps: Stamps) -> None:
+    # Where the daemon looks it up.
+    vars(spawn)["fork_children"] = stamps.on("fork", fork_children)
+    Agent.run = stamps.on("exec", Agent.run)  # type: ignore[method-assign, assignment]
+    Agent.eval = stamps.on("eval", Agent.eval)  # type: ignore[method-assign, assignment]
+    signal.signal(signal.SIGUSR2, stamps.on_count)
+
+
+if __name__ == "__main__":
+    install(Stamps(sys.argv[1]))
+    sys.exit(main(sys.argv[2:]))

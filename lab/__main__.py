@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from forkd.cli.main import print_error
 from forkd.errors import ForkdError
-from lab.direct import run_here
-from lab.emulated import run_in_machine
-from lab.place import find_lack
+from lab.host import find_lack, run_here
+from lab.run import run_in_machine
 from lab.selection import Asked
 
 _INTERRUPTED = 130

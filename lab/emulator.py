@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forkd.engines.qemu.binary import Binary, ask_binary, find_binary
+from forkd.engines.qemu.args import Binary, ask_binary, find_binary
 from forkd.errors import BuildFailed
 from forkd.host.files import staged_directory
-from forkd.host.programs import parse_version
-from forkd.host.tools import find_tool, run_tool
+from forkd.host.tools import parse_version, run_tool
 from forkd.image import Progress
-from forkd.image.namespace import check_namespaces, run_mmdebstrap
+from forkd.image.debian import run_mmdebstrap
 from forkd.image.pieces import digest_request
-from lab.contents import write_program
+from lab.packs import write_program
 
-# Older ones keep code that a processor has patched while another one was translating it (docs/contribute/lab.md).
+# Older ones keep code that a processor has patched while another one was translating it (docs/explanation/lab.md).
 _OLDEST = (8, 1)
 _SUITE = "trixie"
 # Raise when the same suite is to give another result than before.
@@ -33,7 +32,7 @@ exec "$usr/lib64/ld-linux-x86-64.so.2" --library-path "$usr/lib/x86_64-linux-gnu
 
 
 def find_emulator(kept: Path, progress: Progress) -> Binary:
-    """The caller sees to it that nobody else makes it now."""
+    """The caller holds the lock under which machines are made."""
     found = find_binary()
     if is_recent(found.version):
         return found
@@ -50,13 +49,12 @@ def is_recent(version: str) -> bool:
 
 
 def _fetch(into: Path, progress: Progress) -> None:
-    check_namespaces()
     work = into / "work"
     work.mkdir()
     packed = work / "root.tar"
     doing = "Fetching QEMU for the lab machine"
     run_mmdebstrap(
-        render_mmdebstrap(find_tool("mmdebstrap"), packed),
+        render_mmdebstrap(packed),
         work=work,
         doing=doing,
         deadline_s=_DEADLINE_S,
@@ -74,11 +72,9 @@ def _fetch(into: Path, progress: Progress) -> None:
     write_program(into / _PROGRAM, _START.encode())
 
 
-def render_mmdebstrap(mmdebstrap: Path, out: Path) -> list[str]:
+def render_mmdebstrap(out: Path) -> list[str]:
     """Unpacked and no more: nothing of it is installed, or run, before it is started as a program."""
     return [
-        str(mmdebstrap),
-        "--mode=unshare",
         "--variant=extract",
         "--format=tar",
         '--aptopt=APT::Install-Recommends "false"',

@@ -1,4 +1,4 @@
-"""Which test files have tests for the lab, found on this host: there collecting the whole suite takes a minute.
+"""Which test files have tests for the lab, found on this host: in the lab, collecting the whole suite takes a minute.
 
 It is also the pytest plugin that writes them down.
 """
@@ -9,7 +9,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,12 +36,14 @@ class Asked:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    files = dict.fromkeys(item.nodeid.partition("::")[0] for item in session.items)
-    Path(os.environ[_LIST]).write_text("\n".join(files))
+    Path(os.environ[_LIST]).write_text("\n".join(item.nodeid.partition("::")[0] for item in session.items))
 
 
-def select(root: Path, asked: Asked) -> Asked:
-    """The same with directories replaced by the files in them that have tests for the lab, relative to the tree."""
+def select(root: Path, asked: Asked, parts: int = 1) -> list[Asked]:
+    """The same, in at most `parts` parts of about as many tests each.
+
+    Directories are replaced by the files in them that have tests for the lab, relative to the tree.
+    """
     status, files, output = collect(root, asked)
     if status not in (0, _NO_TESTS):
         raise InvalidInput("The tests for the lab cannot be collected", details=output.strip()[-8000:])
@@ -48,7 +51,16 @@ def select(root: Path, asked: Asked) -> Asked:
         raise NotFound(
             f"No test for the lab in {' '.join(asked.tests)}", hint=f"They are marked with pytest.mark.{MARKER}"
         )
-    return Asked(narrow([render_relative(test, root) for test in asked.tests], files), asked.options)
+    tests = narrow([render_relative(test, root) for test in asked.tests], list(files))
+    return [Asked(part, asked.options) for part in divide(tests, files, parts)]
+
+
+def divide(tests: Sequence[str], counts: Mapping[str, int], parts: int) -> list[tuple[str, ...]]:
+    """The largest first, each to the part that has the fewest tests yet."""
+    groups: list[list[str]] = [[] for _ in range(min(parts, len(tests)))]
+    for test in sorted(tests, key=lambda test: -counts.get(test, 1)):
+        min(groups, key=lambda group: sum(counts.get(one, 1) for one in group)).append(test)
+    return [tuple(group) for group in groups]
 
 
 def render_relative(test: str, root: Path) -> str:
@@ -64,8 +76,8 @@ def narrow(tests: Sequence[str], files: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*named, *found]))
 
 
-def collect(root: Path, asked: Asked) -> tuple[int, list[str], str]:
-    """pytest's exit status, the files, and what pytest said."""
+def collect(root: Path, asked: Asked) -> tuple[int, Counter[str], str]:
+    """pytest's exit status, how many tests each file has, and what pytest said."""
     with tempfile.NamedTemporaryFile("r", prefix="forkd-lab-") as written:
         try:
             done = subprocess.run(
@@ -80,7 +92,7 @@ def collect(root: Path, asked: Asked) -> tuple[int, list[str], str]:
             )
         except subprocess.TimeoutExpired as error:
             raise InvalidInput(f"Collecting the tests did not end within {_COLLECT_DEADLINE_S:g} s") from error
-        return done.returncode, written.read().splitlines(), done.stdout
+        return done.returncode, Counter(written.read().splitlines()), done.stdout
 
 
 def render_collect(asked: Asked) -> list[str]:

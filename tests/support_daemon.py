@@ -1,7 +1,5 @@
 """A real `forkd serve` in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -10,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from forkd.client.controller import Controller
 from forkd.host.paths import Home
@@ -51,9 +50,9 @@ class Served:
         return f"unix://{self.home.runtime}/forkd.sock"
 
     @property
-    def tcp_urls(self) -> list[str]:
-        """None or one."""
-        return re.findall(r"https?://\S+", self.read_log())
+    def places(self) -> list[str]:
+        """The addresses that it says it listens on, the unix socket first."""
+        return re.findall(r"^Listening on (\S+)", self.read_log(), re.MULTILINE)
 
     def controller(self, timeout: float = 60.0) -> Controller:
         return Controller(self.url, timeout=timeout)
@@ -101,3 +100,13 @@ def served(
         yield daemon
     finally:
         daemon.stop()
+
+
+def make_certificate(directory: Path) -> tuple[Path, Path]:
+    """One for 127.0.0.1, and its key."""
+    cert, key = directory / "cert.pem", directory / "key.pem"
+    make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    files = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run([*make.split(), *files], check=True, capture_output=True, timeout=60)
+    key.chmod(0o600)
+    return cert, key

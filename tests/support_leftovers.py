@@ -4,8 +4,6 @@ Others use the same machine meanwhile, so a process counts when it is below us o
 mount when it is of or in such a directory.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,10 +1,8 @@
 """Whether the host of the tests can enforce limits: some hold where it can, some where it cannot."""
 
-from __future__ import annotations
-
 import pytest
 
-from forkd.host.cgroup_place import find_lack, find_place
+from forkd.host.cgroup import find_lack, find_place
 
 CAN_LIMIT_MEMORY = find_lack(find_place(), "memory") is None
 

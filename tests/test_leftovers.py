@@ -1,7 +1,5 @@
 """`nothing_left` notices what is ours, and nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -17,6 +15,7 @@ from pathlib import Path
 import pytest
 import support_leftovers
 from support_leftovers import Holdings, find_left, left_clean, parse_mounts, take_holdings, temporary_directories
+from support_processes import sleeping
 
 _MOUNT = """
 import subprocess, sys
@@ -51,16 +50,12 @@ def orphan(**variables: str) -> Iterator[int]:
 
 def test_a_process_below_us_is_noticed_until_somebody_asked_how_it_ended(tmp_path: Path) -> None:
     before = take_holdings([tmp_path])
-    process = subprocess.Popen(["sleep", "60"])
-    try:
+    with sleeping() as process:
         (left,) = find_left(before, take_holdings([tmp_path]))
         assert left.startswith(f"process {process.pid}: ")
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert find_left(before, take_holdings([tmp_path])) == [f"process {process.pid}: "]
-    finally:
-        process.kill()
-        process.wait()
     assert find_left(before, take_holdings([tmp_path])) == []
 
 
@@ -158,12 +153,8 @@ def test_a_block_that_leaves_something_fails_and_one_that_does_not_passes(tmp_pa
     made: list[Path] = []
     with left_clean(lambda: made):
         made.append(tmp_path)
-    process = None
-    with pytest.raises(AssertionError, match="process"), left_clean(lambda: made):
-        process = subprocess.Popen(["sleep", "60"])
-    assert process is not None
-    process.kill()
-    process.wait()
+    with contextlib.ExitStack() as ended, pytest.raises(AssertionError, match="process"), left_clean(lambda: made):
+        ended.enter_context(sleeping())
 
 
 def test_an_orphan_that_ends_in_a_moment_is_not_left_and_one_that_stays_is(

@@ -16,14 +16,18 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from forkd.client.async_controller import AsyncController
-    from forkd.client.async_sandbox import AsyncSandbox
-    from forkd.client.controller import Controller
-    from forkd.client.execution import EvalFailed, Execution
-    from forkd.client.output import CommandFailed, CommandResult
-    from forkd.client.sandbox import Sandbox
-    from forkd.client.stream import StreamEvent
-    from forkd.client.values import BranchMode
+    from forkd.client import (
+        AsyncController,
+        AsyncSandbox,
+        BranchMode,
+        CommandFailed,
+        CommandResult,
+        Controller,
+        EvalFailed,
+        Execution,
+        Sandbox,
+        StreamEvent,
+    )
     from forkd.errors import (
         AgentError,
         CommandNotStarted,
@@ -40,35 +44,6 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from forkd.errors import ForkdError as ControllerError
-
-_HOMES = {
-    "Sandbox": "forkd.client.sandbox",
-    "AsyncSandbox": "forkd.client.async_sandbox",
-    "Controller": "forkd.client.controller",
-    "AsyncController": "forkd.client.async_controller",
-    "BranchMode": "forkd.client.values",
-    "CommandFailed": "forkd.client.output",
-    "CommandResult": "forkd.client.output",
-    "EvalFailed": "forkd.client.execution",
-    "Execution": "forkd.client.execution",
-    "StreamEvent": "forkd.client.stream",
-}
-_ERRORS = {
-    "AgentError",
-    "CommandNotStarted",
-    "Conflict",
-    "ControllerError",
-    "ForkdError",
-    "GuestDied",
-    "GuestTimeout",
-    "InvalidInput",
-    "NoCapacity",
-    "NotFound",
-    "NotRunning",
-    "Unauthorized",
-    "Unreachable",
-    "Unsupported",
-}
 
 __all__ = [
     "AgentError",
@@ -100,13 +75,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _ERRORS:
-        # The name that code written for the forkd SDK on PyPI catches.
-        value = getattr(importlib.import_module("forkd.errors"), "ForkdError" if name == "ControllerError" else name)
-    elif name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-    else:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # ControllerError is the name that code written for the forkd SDK on PyPI catches.
+    source = "ForkdError" if name == "ControllerError" else name
+    errors = importlib.import_module("forkd.errors")
+    home = errors if hasattr(errors, source) else importlib.import_module("forkd.client")
+    value: object = getattr(home, source)
     globals()[name] = value
     return value
 

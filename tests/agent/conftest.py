@@ -1,15 +1,14 @@
 """Fixtures: a real agent in a process of its own, rehearsing over a socket pair."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from rehearsed import Guest
 
 import forkd
+from forkd.guest.agent import Agent
 
 _SOURCE = Path(forkd.__file__).parent
 
@@ -33,3 +32,9 @@ def guest(guest_lib: Path, tmp_path: Path) -> Iterator[Guest]:
     guest = Guest(guest_lib, tmp_path / "root")
     yield guest
     assert guest.end() == "", "the agent complained"
+
+
+@pytest.fixture
+async def agent(guest: Guest) -> AsyncIterator[Agent]:
+    async with guest.connected() as agent:
+        yield agent

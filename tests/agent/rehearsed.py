@@ -1,8 +1,5 @@
 """A real agent in a process of its own, laid out as in a guest, rehearsing over a socket pair."""
 
-from __future__ import annotations
-
-import asyncio
 import os
 import signal
 import socket
@@ -10,12 +7,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from support_processes import find_processes
 
-from forkd.guest.calls import Agent
+from forkd.guest.agent import Agent
 
 _EXIT_S = 10.0
 
@@ -36,17 +35,13 @@ class Guest:
         )
         theirs.close()
 
-    def run(self, body: Callable[[Agent], Awaitable[object]]) -> None:
-        """`body` with a connected agent."""
-
-        async def main() -> None:
-            agent = await Agent.connect(self.sock.dup())
-            try:
-                await body(agent)
-            finally:
-                agent.close()
-
-        asyncio.run(main())
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[Agent]:
+        agent = await Agent.connect(self.sock.dup())
+        try:
+            yield agent
+        finally:
+            agent.close()
 
     def end(self) -> str:
         """Hang up; the agent's complaints. Nothing of it may be left."""
@@ -65,19 +60,6 @@ class Guest:
 
     def _wait_for_leftovers(self) -> list[int]:
         deadline = time.monotonic() + 2
-        while (found := find_marked(self._mark)) and time.monotonic() < deadline:
+        while (found := find_processes(self._mark)) and time.monotonic() < deadline:
             time.sleep(0.02)
         return found
-
-
-def find_marked(mark: str) -> list[int]:
-    """Processes that carry `mark` in their environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if mark.encode() in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
-    return found

@@ -1,7 +1,5 @@
 """The agent on a listening socket: a vsock in a guest, a unix socket here."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -14,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from forkd.agent.listening import ListeningPort, is_host, open_vsock, parse_vsock_port
 from forkd.agent.loop import Loop
-from forkd.guest.calls import Agent
+from forkd.agent.port import ListeningPort, is_host, open_vsock, parse_vsock_port
+from forkd.guest.agent import Agent
 
-_START = "import sys; from forkd.agent.rehearse import rehearse; rehearse(int(sys.argv[1]), *sys.argv[2:])"
+_START = "import sys; from forkd.agent.main import rehearse; rehearse(int(sys.argv[1]), *sys.argv[2:])"
 _EXIT_S = 10.0
 
 
@@ -49,32 +47,26 @@ def connect(path: str) -> socket.socket:
     return client
 
 
-def test_an_agent_waits_for_its_first_client_and_serves_the_next_when_it_has_gone(address: str) -> None:
-    async def body() -> None:
-        first = await Agent.connect(connect(address))
-        second = connect(address)
-        waiting = asyncio.create_task(Agent.connect(second))
-        assert (await first.eval("kept = 41\nkept")).value == 41
-        await asyncio.sleep(0.2)
-        assert not waiting.done()
-        first.close()
-        agent = await waiting
-        assert (await agent.eval("kept + 1")).value == 42
-        agent.close()
-
+async def test_an_agent_waits_for_its_first_client_and_serves_the_next_when_it_has_gone(address: str) -> None:
     time.sleep(0.3)  # it has started by now, and has nobody to serve
-    asyncio.run(body())
+    first = await Agent.connect(connect(address))
+    second = connect(address)
+    waiting = asyncio.create_task(Agent.connect(second))
+    assert (await first.eval("kept = 41\nkept")).value == 41
+    await asyncio.sleep(0.2)
+    assert not waiting.done()
+    first.close()
+    agent = await waiting
+    assert (await agent.eval("kept + 1")).value == 42
+    agent.close()
 
 
-def test_clients_that_go_at_once_are_survived(address: str) -> None:
-    async def body() -> None:
-        for _ in range(20):
-            connect(address).close()
-        agent = await Agent.connect(connect(address))
-        assert (await agent.eval("6 * 7")).value == 42
-        agent.close()
-
-    asyncio.run(body())
+async def test_clients_that_go_at_once_are_survived(address: str) -> None:
+    for _ in range(20):
+        connect(address).close()
+    agent = await Agent.connect(connect(address))
+    assert (await agent.eval("6 * 7")).value == 42
+    agent.close()
 
 
 class Gone:
@@ -139,37 +131,32 @@ def test_of_vsock_clients_only_the_host_is_served() -> None:
 
 
 @pytest.fixture
-def vsock() -> None:
+def vsock_port() -> int:
+    """One that nobody listens on."""
     try:
-        socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM).close()
+        with socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM) as free:
+            free.bind((socket.VMADDR_CID_ANY, socket.VMADDR_PORT_ANY))
+            return int(free.getsockname()[1])
     except OSError as error:
         pytest.skip(f"no AF_VSOCK here: {error}")
 
 
-@pytest.mark.usefixtures("vsock")
-def test_a_vsock_listens_on_its_port_whatever_the_address() -> None:
-    with socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM) as free:
-        free.bind((socket.VMADDR_CID_ANY, socket.VMADDR_PORT_ANY))
-        port = free.getsockname()[1]
-    with socket.socket(fileno=open_vsock(port)) as listener:
-        assert listener.getsockname() == (socket.VMADDR_CID_ANY, port)
+def test_a_vsock_listens_on_its_port_whatever_the_address(vsock_port: int) -> None:
+    with socket.socket(fileno=open_vsock(vsock_port)) as listener:
+        assert listener.getsockname() == (socket.VMADDR_CID_ANY, vsock_port)
         assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
-        with pytest.raises(SystemExit, match=f"^forkd agent: cannot listen on vsock port {port}: .*in use"):
-            open_vsock(port)
+        with pytest.raises(SystemExit, match=f"^forkd agent: cannot listen on vsock port {vsock_port}: .*in use"):
+            open_vsock(vsock_port)
 
 
-@pytest.mark.usefixtures("vsock")
-def test_a_local_user_of_a_guest_with_a_vsock_loopback_is_hung_up_on() -> None:
-    with socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM) as free:
-        free.bind((socket.VMADDR_CID_ANY, socket.VMADDR_PORT_ANY))
-        number = free.getsockname()[1]
+def test_a_local_user_of_a_guest_with_a_vsock_loopback_is_hung_up_on(vsock_port: int) -> None:
     loop = Loop()
-    port = ListeningPort(loop, open_vsock(number))
+    port = ListeningPort(loop, open_vsock(vsock_port))
     try:
         with socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM) as client:
             client.settimeout(2)
             try:
-                client.connect((1, number))  # VMADDR_CID_LOCAL
+                client.connect((1, vsock_port))  # VMADDR_CID_LOCAL
             except OSError as error:
                 pytest.skip(f"no vsock_loopback here: {error}")
             port._on_client(0)

@@ -1,7 +1,5 @@
 """What the agent needs of a guest: Python 3.8 and its standard library."""
 
-from __future__ import annotations
-
 import ast
 import os
 import shutil
@@ -15,9 +13,8 @@ from rehearsed import Guest
 import forkd
 from forkd.agent.main import parse_arguments
 from forkd.agent.platform import MachineIdFile, Rehearsal, link_hostname, render_pool_info, write_line
-from forkd.guest.calls import Agent
 from forkd.guest.identity import become
-from forkd.model.identity import new_identity
+from forkd.model.names import new_identity
 
 _PACKAGE = Path(forkd.__file__).parent
 _FILES = [*sorted((_PACKAGE / "agent").glob("*.py")), _PACKAGE / "wire/agent.py"]
@@ -58,24 +55,21 @@ def test_the_agent_loads_little(guest_lib: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["python3.8", "python3.13"])
-def test_the_agent_works_on_old_and_new_pythons(name: str, guest_lib: Path, tmp_path: Path) -> None:
+async def test_the_agent_works_on_old_and_new_pythons(name: str, guest_lib: Path, tmp_path: Path) -> None:
     python = find_python(name)
     if python is None:
         pytest.skip(f"no {name} here")
-
-    async def body(agent: Agent) -> None:
-        assert (await agent.eval("x = 1\nx + 1")).value == 2
-        error = (await agent.eval("def f():\n    return 1 / 0\nf()")).error
-        assert error is not None and "return 1 / 0" in error.traceback
-        assert (await agent.run(["cat"], input=b"abc")).stdout == b"abc"
-        await agent.prepare_freeze()
-        assert (await become(agent, new_identity("old"))).hostname == "old"
-        await agent.write_file(str(tmp_path / "file"), b"1")
-        assert (await agent.list_dir(str(tmp_path))).entries
-
     guest = Guest(guest_lib, tmp_path / "root", python)
     try:
-        guest.run(body)
+        async with guest.connected() as agent:
+            assert (await agent.eval("x = 1\nx + 1")).value == 2
+            error = (await agent.eval("def f():\n    return 1 / 0\nf()")).error
+            assert error is not None and "return 1 / 0" in error.traceback
+            assert (await agent.run(["cat"], input=b"abc")).stdout == b"abc"
+            await agent.prepare_freeze()
+            assert (await become(agent, new_identity("old"))).hostname == "old"
+            await agent.write_file(str(tmp_path / "file"), b"1")
+            assert (await agent.list_dir(str(tmp_path))).entries
     finally:
         assert guest.end() == ""
 

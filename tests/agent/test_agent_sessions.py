@@ -1,7 +1,5 @@
 """Clients that vanish, come back, or do not speak the protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import select
@@ -10,9 +8,11 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
 from rehearsed import Guest
+from support_processes import is_reaped, wait_until
 
-from forkd.guest.calls import Agent
+from forkd.guest.agent import Agent
 from forkd.wire.agent import (
     CALL,
     DATA,
@@ -68,6 +68,11 @@ class RawClient:
         assert decode_json(self.receive(HELLO)[3])["session"] == session
 
 
+@pytest.fixture
+def client(guest: Guest) -> RawClient:
+    return RawClient(guest.sock)
+
+
 def start_sleeper(client: RawClient, number: int = 1) -> int:
     client.send(encode_json(EXEC, number, {"argv": ["sleep", "60"], "stdin": True}))
     pid = decode_json(client.receive(STARTED)[3])["pid"]
@@ -75,25 +80,16 @@ def start_sleeper(client: RawClient, number: int = 1) -> int:
     return pid
 
 
-def wait_gone(pid: int) -> None:
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline, "the process is still there"
-        time.sleep(0.02)
-
-
-def test_a_new_session_ends_the_commands_of_the_old_one(guest: Guest) -> None:
-    client = RawClient(guest.sock)
+def test_a_new_session_ends_the_commands_of_the_old_one(client: RawClient) -> None:
     client.hello("one")
     pid = start_sleeper(client)
     client.hello("one")
     assert Path(f"/proc/{pid}").exists()
     client.hello("two")
-    wait_gone(pid)
+    wait_until(lambda: is_reaped(pid))
 
 
-def test_a_new_session_interrupts_the_evaluation_of_the_old_one(guest: Guest) -> None:
-    client = RawClient(guest.sock)
+def test_a_new_session_interrupts_the_evaluation_of_the_old_one(client: RawClient) -> None:
     client.hello("one")
     client.send(encode(EVAL, 1, pack_eval(b"import time; time.sleep(60)", 0)))
     client.hello("two")
@@ -102,28 +98,22 @@ def test_a_new_session_interrupts_the_evaluation_of_the_old_one(guest: Guest) ->
     assert stream == 2 and decode_json(payload)["value"] == 2
 
 
-def test_a_half_sent_frame_of_a_vanished_client_does_not_block_the_next(guest: Guest) -> None:
-    client = RawClient(guest.sock)
+async def test_a_half_sent_frame_of_a_vanished_client_does_not_block_the_next(client: RawClient, guest: Guest) -> None:
     client.hello()
     for kind in (DATA, CALL):
         client.send(encode(kind, 1, bytes(MAX_PAYLOAD))[:1000])
-
-        async def body(agent: Agent) -> None:
-            assert (await agent.eval("1")).value == 1
-
         started = time.monotonic()
-        guest.run(body)
+        async with guest.connected() as agent:
+            assert (await agent.eval("1")).value == 1
         assert time.monotonic() - started < 5
 
 
-def test_a_half_sent_message_of_a_vanished_client_does_not_block_the_next(guest: Guest) -> None:
-    client = RawClient(guest.sock)
+def test_a_half_sent_message_of_a_vanished_client_does_not_block_the_next(client: RawClient) -> None:
     client.send(encode(EVAL, 1, bytes(MAX_PAYLOAD), MORE))
     client.hello("two")
 
 
-def test_garbage_is_skipped_and_reported(guest: Guest) -> None:
-    client = RawClient(guest.sock)
+def test_garbage_is_skipped_and_reported(client: RawClient) -> None:
     garbage = b"\xf0\x6b" * 100 + b"hello?" * 1000
     client.send(garbage + encode_json(HELLO, 5, {"session": "x"}))
     skipped = decode_json(client.receive(NOISE)[3])["skipped"]
@@ -131,8 +121,7 @@ def test_garbage_is_skipped_and_reported(guest: Guest) -> None:
     assert skipped <= len(garbage)
 
 
-def test_requests_that_make_no_sense_are_refused_one_by_one(guest: Guest) -> None:
-    client = RawClient(guest.sock)
+def test_requests_that_make_no_sense_are_refused_one_by_one(client: RawClient) -> None:
     client.hello()
     for kind, payload in [
         (CALL, b"not json"),
@@ -160,15 +149,13 @@ def test_requests_that_make_no_sense_are_refused_one_by_one(guest: Guest) -> Non
     client.hello()
 
 
-def test_frames_for_streams_that_are_gone_are_ignored(guest: Guest) -> None:
-    client = RawClient(guest.sock)
+def test_frames_for_streams_that_are_gone_are_ignored(client: RawClient) -> None:
     for kind in range(8, 15):
         client.send(encode(kind, 55, bytes(8) if kind == 14 else b"{}\0\0" if kind == WINDOW else b"{}"))
     client.hello()
 
 
-def test_a_message_that_is_too_large_is_refused(guest: Guest) -> None:
-    client = RawClient(guest.sock)
+def test_a_message_that_is_too_large_is_refused(client: RawClient) -> None:
     for _ in range(40):
         client.send(encode(EVAL, 3, bytes(MAX_PAYLOAD), MORE))
     client.send(encode(EVAL, 3, b""))
@@ -176,8 +163,7 @@ def test_a_message_that_is_too_large_is_refused(guest: Guest) -> None:
     client.hello()
 
 
-def test_too_many_streams_are_refused_with_their_code(guest: Guest) -> None:
-    client = RawClient(guest.sock)
+def test_too_many_streams_are_refused_with_their_code(client: RawClient) -> None:
     for number in range(1, MAX_STREAMS + 1):
         start_sleeper(client, number)
     client.send(encode_json(EXEC, 500, {"argv": ["true"]}))
@@ -188,25 +174,22 @@ def test_too_many_streams_are_refused_with_their_code(guest: Guest) -> None:
     assert client.receive(REPLY)[2] == 501
 
 
-def test_a_window_opened_too_wide_ends_the_stream(guest: Guest) -> None:
-    client = RawClient(guest.sock)
+def test_a_window_opened_too_wide_ends_the_stream(client: RawClient) -> None:
     pid = start_sleeper(client)
     client.send(encode_window(1, 1))
     assert client.receive(FAIL)[2] == 1
-    wait_gone(pid)
+    wait_until(lambda: is_reaped(pid))
 
 
-def test_more_input_than_granted_ends_the_command(guest: Guest) -> None:
+def test_more_input_than_granted_ends_the_command(client: RawClient) -> None:
     # The program's pipe takes, and so grants again, a first 64 KiB.
-    client = RawClient(guest.sock)
     pid = start_sleeper(client)
     for _ in range(WINDOW_BYTES // MAX_PAYLOAD + 2):
         client.send(encode(DATA, 1, bytes(MAX_PAYLOAD)))
-    wait_gone(pid)
+    wait_until(lambda: is_reaped(pid))
 
 
-def test_the_agent_never_sends_more_than_was_granted(guest: Guest) -> None:
-    client = RawClient(guest.sock)
+def test_the_agent_never_sends_more_than_was_granted(client: RawClient) -> None:
     client.send(encode_json(EXEC, 1, {"shell": "cat /dev/zero"}))
     received = 0
     while received < WINDOW_BYTES:
@@ -218,19 +201,16 @@ def test_the_agent_never_sends_more_than_was_granted(guest: Guest) -> None:
     assert len(client.receive(DATA)[3]) == 1000
 
 
-def test_an_idle_agent_sleeps(guest: Guest) -> None:
-    async def body(agent: Agent) -> None:
-        await agent.eval("1")
-        info = await agent.ping()
-        # How long it takes to come to rest is the machine's affair; one that polls never does.
-        async with asyncio.timeout(10):
-            before, after = [""], ["?"]
-            while after != before:
-                before = [context_switches(pid) for pid in (info.pid, info.interpreter_pid)]
-                await asyncio.sleep(0.5)
-                after = [context_switches(pid) for pid in (info.pid, info.interpreter_pid)]
-
-    guest.run(body)
+async def test_an_idle_agent_sleeps(agent: Agent) -> None:
+    await agent.eval("1")
+    info = await agent.ping()
+    # How long it takes to come to rest is the machine's affair; one that polls never does.
+    async with asyncio.timeout(10):
+        before, after = [""], ["?"]
+        while after != before:
+            before = [context_switches(pid) for pid in (info.pid, info.interpreter_pid)]
+            await asyncio.sleep(0.5)
+            after = [context_switches(pid) for pid in (info.pid, info.interpreter_pid)]
 
 
 def context_switches(pid: int) -> str:
@@ -238,19 +218,17 @@ def context_switches(pid: int) -> str:
     return next(line for line in lines if line.startswith("voluntary_ctxt_switches"))
 
 
-def test_an_interrupt_does_not_end_the_agent(guest: Guest) -> None:
-    client = RawClient(guest.sock)
+def test_an_interrupt_does_not_end_the_agent(client: RawClient, guest: Guest) -> None:
     client.hello()
     os.kill(guest.process.pid, signal.SIGINT)
     client.hello()
 
 
-def test_the_agent_ends_with_its_stream_and_takes_everything_along(guest: Guest) -> None:
-    client = RawClient(guest.sock)
+def test_the_agent_ends_with_its_stream_and_takes_everything_along(client: RawClient, guest: Guest) -> None:
     client.hello()
     pid = start_sleeper(client)
     client.send(encode(EVAL, 2, pack_eval(b"while True: pass", 0)))
     guest.sock.close()
     guest.process.wait(10)
-    wait_gone(pid)
+    wait_until(lambda: is_reaped(pid))
     assert os.WEXITSTATUS(guest.process.returncode) == 0

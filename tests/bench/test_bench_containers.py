@@ -1,7 +1,5 @@
 """Cold starts of containers: what is rendered, by value; real ones, small, of each runtime that is installed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -21,24 +19,22 @@ from bench.containers import (
     Start,
     Way,
     compose_round,
-    figure,
     find_complaint,
     install,
     list_ways,
     measure_containers,
     mounted_root,
     render_config,
-    render_containers_markdown,
     render_delete,
     render_start,
     run_starts,
 )
-from bench.report import Round, Run, joined, render_section
-from bench.results import SECTIONS
+from bench.figures import Round, Run, by_name, joined
+from bench.report import SECTIONS, render_report, render_run
 from forkd.errors import HostLacks
-from forkd.host.programs import find_program
+from forkd.host.tools import find_program
 from forkd.image import Image
-from forkd.image.progress import Silent
+from forkd.image.spec import Silent
 
 SCRATCH = Path("/s")
 PTRACE = ("-ignore-cgroups", "-network=none", "-platform=ptrace")
@@ -59,7 +55,7 @@ def needs(runtime: str) -> None:
 def section_of(*parts: Round) -> dict[str, Any]:
     settings = {"n": 2, "root": "mounted", "runtimes": {"runc": {"at_once": 4}}, "notes": [SYSTRAP_NOTE]}
     run = Run("2024-01-01T00:00:00+0000", {"cpu": "Example 1"}, settings, [joined(parts)])
-    section = json.loads(json.dumps(render_section(run, ())))
+    section = json.loads(json.dumps(render_run("containers", run)))
     assert isinstance(section, dict)
     return section
 
@@ -84,10 +80,6 @@ def wait_for(condition: Callable[[], bool]) -> bool:
     while not condition() and time.monotonic() < until:
         time.sleep(0.02)
     return condition()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    await asyncio.to_thread(wait_for, condition)
 
 
 def fake_program(directory: Path, name: str, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +140,7 @@ def test_only_the_right_answer_with_a_good_end_is_right() -> None:
 
 def test_a_round_has_the_time_of_all_and_of_each() -> None:
     done = compose_round("runc", [Start(10.0, ""), Start(30.0, "")], 0.5)
-    values = {each.name: value for each, value in done.readings.items()}
+    values = by_name(done.readings)
     assert values["containers.runc.2.wall"] == 0.5 and values["containers.runc.2.ok"] == 2
     assert 10 <= values["containers.runc.2.p50"] <= values["containers.runc.2.p99"] <= 30
     assert done.failures == ()
@@ -156,29 +148,26 @@ def test_a_round_has_the_time_of_all_and_of_each() -> None:
 
 def test_a_wrong_answer_is_a_failure_and_no_time() -> None:
     done = compose_round("runc", [Start(10.0, ""), Start(99.0, "exit status 1: no")], 0.5)
-    assert {each.name.rpartition(".")[2]: value for each, value in done.readings.items()} == {
-        "p50": 10,
-        "p99": 10,
-        "ok": 1,
+    assert by_name(done.readings) == {
+        f"containers.runc.2.{key}": size for key, size in {"p50": 10, "p99": 10, "ok": 1}.items()
     }
     assert done.failures == ("containers, runc: 1 of 2 starts failed: exit status 1: no",)
     none = compose_round("runc", [Start(99.0, "exit status 1: no")], 0.5)
-    assert none.readings == {figure("runc", 1, "ok"): 0}
+    assert by_name(none.readings) == {"containers.runc.1.ok": 0}
 
 
 def test_the_table_says_what_was_measured_how_and_why_some_was_not() -> None:
     done = compose_round("runc", [Start(10.0, ""), Start(10.0, "")], 0.5)
-    text = render_containers_markdown({"containers": section_of(done, Round({}, ("containers, runsc: not here",)))})
+    text = render_report({"containers": section_of(done, Round({}, ("containers, runsc: not here",)))})
     assert text.startswith("### Containers with the same image and code\n\n| 2 cold starts | all of them |")
     assert "| runc | 0.500 s | 10 ms | 10 ms | 2 starts | 4 |\n| runsc | - | - | - | - | - |\n" in text
     assert f"- did not work: {SYSTRAP_NOTE}\n- containers, runsc: not here\n" in text
-    assert render_containers_markdown({"figures": {}}) == ""
 
 
 def test_a_runtime_that_cannot_be_used_fails_the_run_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert "containers" in SECTIONS
     good = section_of(compose_round("runc", [Start(9999.0, "")] * 2, 99.0))
-    assert print_report({"containers": good}, {"containers"}, []) == 0, "slow is no failure"
+    assert print_report({"containers": good}, {"containers"}, []) == 0, "slow is not a failure"
     bad = section_of(Round({}, ("containers, runsc: not here",)))
     assert print_report({"containers": bad}, {"containers"}, []) == 1
     assert capsys.readouterr().err == "failed: containers, runsc: not here\n"
@@ -223,8 +212,9 @@ def test_each_runtime_starts_the_image_and_leaves_nothing(
     run = asyncio.run(measure_containers(python_image.root, tmp_path, 2, Silent(), [runtime]))
     [done] = run.rounds
     assert done.failures == ()
-    assert done.readings[figure(runtime, 2, "ok")] == 2
-    assert all(done.readings[figure(runtime, 2, name)] > 0 for name in ("wall", "p50", "p99"))
+    readings = by_name(done.readings)
+    assert readings[f"containers.{runtime}.2.ok"] == 2
+    assert all(readings[f"containers.{runtime}.2.{name}"] > 0 for name in ("wall", "p50", "p99"))
     assert run.settings["runtimes"][runtime]["version"]
     assert str(tmp_path) not in json.dumps(run.settings["runtimes"])
     assert find_using(tmp_path) == []
@@ -240,15 +230,18 @@ def test_a_runtime_that_is_missing_is_a_failure_and_the_others_are_measured(
     [done] = run.rounds
     assert len(done.failures) == 1 and done.failures[0].startswith("containers, no-such: host_lacks: no-such is not")
     assert [each.name for each in done.readings if "no-such" in each.name] == []
-    assert done.readings[figure("bwrap", 1, "ok")] == 1
+    assert by_name(done.readings)["containers.bwrap.1.ok"] == 1
 
 
 def run_on_image(image: Image, scratch: Path, work: Callable[[], Awaitable[None]]) -> None:
+    """And nothing of it is left."""
+
     async def run() -> None:
         with mounted_root(image.root, scratch):
             await work()
 
     asyncio.run(run())
+    assert wait_for(lambda: find_using(scratch) == []), find_using(scratch)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -265,7 +258,6 @@ def test_what_does_not_end_is_killed_and_put_away(
         assert [start.complaint for start in starts] == ["no end within 2 s"]
 
     run_on_image(python_image, tmp_path, work)
-    assert wait_for(lambda: find_using(tmp_path) == []), find_using(tmp_path)
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -278,10 +270,9 @@ def test_an_interrupted_run_leaves_nothing(
         way = Way(runtime, tmp_path, 2, PTRACE if runtime == "runsc" else ())
         task = asyncio.create_task(run_starts(way, 50))
         # Beside the mount, which is there all the time.
-        await until(lambda: len(find_using(tmp_path)) > 1)
+        await asyncio.to_thread(wait_for, lambda: len(find_using(tmp_path)) > 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
     run_on_image(python_image, tmp_path, work)
-    assert wait_for(lambda: find_using(tmp_path) == []), find_using(tmp_path)

@@ -1,34 +1,39 @@
 """The parts of the benchmark about forks of live VMs, small, with real VMs: every figure is read, nothing is left."""
 
-from __future__ import annotations
-
 import asyncio
+import subprocess
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import figures, fork_figures
-from bench.__main__ import run_rounds
-from bench.crowd import CrowdSpec
-from bench.endurance import EnduranceSpec
-from bench.engine_report import render_json, render_markdown
-from bench.figures import FORK, START
-from bench.fork_parts import ForkSpecs, run_fork_parts
-from bench.fork_report import PARTS, render_part
+from bench.engine import (
+    FORK_PARTS,
+    Bench,
+    ForkSpecs,
+    begin_run,
+    describe_work,
+    measure_snapshot,
+    remove_snapshot,
+    run_fork_parts,
+    run_rounds,
+)
+from bench.figures import Run, by_name
+from bench.forks import FORK, START
 from bench.live import LiveSpec
-from bench.measure import Bench, begin_run, describe_work
-from bench.report import Run
+from bench.many import CROWD, CrowdSpec, EnduranceSpec
+from bench.report import TOP, render_report, render_run
 from forkd.engines.base import Machine
 from forkd.errors import NotForkable
 from forkd.host.marked import find_marked
 from forkd.image import Image
-from forkd.image.progress import Silent
+from forkd.image.spec import Silent
 from forkd.model.machine import MachineSpec
 from forkd.runtime import demo
-from forkd.runtime.engines import open_engine
+from forkd.runtime.doctor import open_engine
 from forkd.store.snapshots import SnapshotStore
 
 pytestmark = [pytest.mark.vm, pytest.mark.usefixtures("nothing_left")]
@@ -40,22 +45,34 @@ SPECS = ForkSpecs(
 )
 
 
-@pytest.fixture
-def bench(python_image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    """On an engine that forks live VMs; nothing is in its directory or its store at the end."""
+def make_bench(image: Image, store: Path, directory: str) -> Bench:
     engine = open_engine("qemu")
     if lack := engine.why_no_live_forks():
         pytest.skip(f"no live forks here: {lack}")
-    monkeypatch.setattr(demo, "IDLE_S", 0.2)
-    store = SnapshotStore(tmp_path / "snapshots")
+    bench = Bench(engine, SnapshotStore(store), image, Path(directory), Silent(), (1, 2), frozenset({"fork"}), MACHINE)
+    return replace(bench, singles=2, ways=(FORK, START))
+
+
+@pytest.fixture(scope="module")
+def parent(python_image: Image, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with the snapshot that is forked, made once."""
+    store = tmp_path_factory.mktemp("parent") / "snapshots"
     with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as runtime:
-        parts = frozenset({"fork"})
-        yield Bench(
-            engine, store, python_image, Path(runtime), Silent(), (1, 2), parts, MACHINE, singles=2, ways=(FORK, START)
-        )
-        assert find_marked(Path(runtime)) == {}
-        assert list(Path(runtime).iterdir()) == []
-    assert store.list().snapshots == ()
+        asyncio.run(measure_snapshot(make_bench(python_image, store, runtime)))
+    return store
+
+
+@pytest.fixture
+def bench(parent: Path, python_image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    """On an engine that forks live VMs; nothing is in its directory or its store at the end."""
+    monkeypatch.setattr(demo, "IDLE_S", 0.2)
+    subprocess.run(["cp", "--archive", "--sparse=always", parent, tmp_path], check=True)
+    with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as runtime:
+        bench = make_bench(python_image, tmp_path / parent.name, runtime)
+        yield bench
+        assert find_marked(bench.directory) == {}
+        assert list(bench.directory.iterdir()) == []
+    assert bench.store.list().snapshots == ()
 
 
 def test_both_ways_are_measured_in_the_same_round(bench: Bench) -> None:
@@ -64,24 +81,17 @@ def test_both_ways_are_measured_in_the_same_round(bench: Bench) -> None:
     asyncio.run(run_rounds(bench, run, 1, lambda done: None))
     (done,) = run.rounds
     assert done.failures == ()
-    for figure in (figures.template_made(), figures.template_memory()):
-        assert done.readings[figure] > 0
+    readings = by_name(done.readings)
+    assert readings["template.made"] > 0 and readings["template.memory"] > 0
     steps = {FORK: ("quiescence", "clone", "descriptors", "threads"), START: ("process start", "state load")}
     for n in bench.sizes:
         for way in bench.ways:
-            assert done.readings[figures.fork_ok(n, way)] == n
-            for figure in (
-                figures.fork_wall(n, way),
-                figures.fork_child(n, "p99", way),
-                figures.fork_cpu(n, "", way),
-                figures.fork_host_cpu(n, way),
-                figures.unique_memory(n, "mean", way),
-                figures.kill(n, way),
-                *(figures.fork_step(n, step, "p50", way) for step in (*steps[way], "resume", "contract", "first eval")),
-            ):
-                assert _names(run)[figure.name] > 0, figure.name
-    assert done.readings[figures.versus_start(2, figures.fork_wall(2, FORK))] > 0
-    text = render_markdown(render_json(run))
+            assert readings[f"fork.{n}.{way}.ok"] == n
+            names = [f"step.{step}.p50" for step in (*steps[way], "resume", "contract", "first eval")]
+            for name in ("wall", "child.p99", "cpu", "host_cpu", "unique.mean", "kill", *names):
+                assert readings[f"fork.{n}.{way}.{name}"] > 0, name
+    assert readings["ratio.fork.2.fork_to_start.wall"] > 0
+    text = render_report(render_run(TOP, run))
     assert "| fork of 2, all ready |" in text and "| clone |" in text and "| process start |" in text
 
 
@@ -89,7 +99,7 @@ def measured(bench: Bench, parts: tuple[str, ...]) -> dict[str, Run]:
     runs: dict[str, Run] = {}
 
     def write(part: str, run: Run) -> None:
-        render_part(part, run)
+        render_run(part, run)
         runs[part] = run
 
     asyncio.run(run_fork_parts(bench, parts, SPECS, 1, HOST, write))
@@ -97,18 +107,19 @@ def measured(bench: Bench, parts: tuple[str, ...]) -> dict[str, Run]:
 
 
 def _names(run: Run) -> dict[str, float]:
-    return {figure.name: value for figure, value in run.rounds[0].readings.items()}
+    return by_name(run.rounds[0].readings)
 
 
-def test_live_forks_a_crowd_and_endurance_are_measured(bench: Bench) -> None:
-    runs = measured(bench, PARTS)
-    assert {part: run.rounds[0].failures for part, run in runs.items()} == dict.fromkeys(PARTS, ())
-    live, crowd, endurance = (_names(runs[part]) for part in PARTS)
+def test_live_forks_a_crowd_and_endurance_are_measured_of_a_parent_made_for_them(bench: Bench) -> None:
+    remove_snapshot(bench)
+    runs = measured(bench, FORK_PARTS)
+    assert {part: run.rounds[0].failures for part, run in runs.items()} == dict.fromkeys(FORK_PARTS, ())
+    live, crowd, endurance = (_names(runs[part]) for part in FORK_PARTS)
     for mib in (0, 8):
         assert live[f"live.{mib}.ok"] == 3
         assert 0 < live[f"live.{mib}.pause.p50"] < live[f"live.{mib}.answer.p50"]
     assert live["live.chain.answer.ratio"] > 0
-    assert crowd.keys() == {fork_figures.crowd(3, name).name for name in fork_figures.CROWD}
+    assert crowd.keys() == {f"crowd.3.{name}" for name in CROWD.rows}
     assert crowd["crowd.3.ok"] == crowd["crowd.3.distinct"] == 3
     assert endurance["endurance.cycles.done"] == 5 and endurance["endurance.live.done"] == 3
     for kind in ("cycles", "live"):

@@ -1,60 +1,180 @@
-"""What the benchmark makes of its readings, by value."""
-
-from __future__ import annotations
+"""What the benchmark makes of its readings: targets, results.json, tables and charts, by value."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from bench import figures
-from bench.chart import draw
-from bench.engine_report import judge, render_json, render_markdown, with_ratios
-from bench.figures import FORK, START, Figure
-from bench.host import parse_cpu_model, render_host
-from bench.report import Round, Run, render_value, shares, step_lengths, summarize
+from bench.__main__ import parse_args, print_report
+from bench.charts import CHARTS, draw
+from bench.daemon import CALLS, SPAWNS, WAYS, called
+from bench.engine import ENGINE, with_ratios
+from bench.figures import Figure, Round, Run, by_name, joined, shares, step_lengths, summarize
+from bench.forks import FORK, FORKS, START, forked, stepped
+from bench.ground import parse_cpu_model, render_host
+from bench.inventory import Inventory, find_leaks
+from bench.lab import ENGINES, compose_round, render_lab
+from bench.live import LIVE, LiveTimes, after_writing, read_chain, read_forks, render_write, sum_of
+from bench.load import CYCLES as DAEMON_CYCLES
+from bench.load import LOAD, parse_head
+from bench.many import CROWD, CYCLES, LIVES, drift
+from bench.report import (
+    SECTIONS,
+    TOP,
+    merge_results,
+    read_results,
+    render_report,
+    render_run,
+    render_value,
+    write_results,
+)
+from forkd.errors import InvalidInput
 
 HOST = {"cpu": "Example 1", "cores": 2, "ram_mib": 8192, "qemu": "7.2.22 (Debian 1)", "accelerator": "tcg"}
+LAB_HOST = {**HOST, "accelerator": "kvm", "firecracker": "1.12.1", "emulated": True}
+SETTINGS: dict[str, dict[str, Any]] = {
+    TOP: {"n": [100], "ways": [FORK, START], "memory_mib": 512},
+    "live": {"written_mib": [0, 64], "forks": 3, "chain": 4, "memory_mib": 512},
+    "crowd": {"n": 1000},
+    "endurance": {"cycles": 20, "live": 3},
+    "lab": {"engines": list(ENGINES), "n": [1, 30], "memory_mib": 512},
+    **{part: {"engines": ["fake"]} for part in ("daemon", "load", "cycles")},
+}
+NOTHING = Inventory(frozenset({7}), {"socket": 2}, 1, 3, {"sandboxes": 0, "events": 5}, frozenset({"home/registry.db"}))
 
 
-def good_round(factor: float = 1.0) -> Round:
-    readings: dict[Figure, float] = {
-        figures.cold_boot(): 10.0,
-        figures.template_made(): 1.0,
-        figures.fork_child(1, "p50", FORK): 20.0 * factor,
-        figures.trip("eval", "p50"): 1.5 * factor,
-    }
+def steps(n: int, way: str = "", **lengths: list[float]) -> dict[Figure, float]:
+    read: dict[Figure, float] = {}
+    for step, values in lengths.items():
+        read |= FORKS.read({"step.{step}": values}, **stepped(step.replace("_", " ")), **forked(n, way))
+    return read
+
+
+def engine_round(factor: float = 1.0) -> Round:
+    readings = ENGINE.read({"cold_boot.total": 10.0, "template.made": 1.0, "trip.eval": [1.5 * factor]})
+    readings |= FORKS.read({"child": [20.0 * factor]}, **forked(1, FORK))
     for way, wall, unique in ((FORK, 1.6, 5.5), (START, 8.0, 22.0)):
-        readings |= {
-            figures.fork_wall(100, way): wall * factor,
-            figures.fork_ok(100, way): 100,
-            figures.fork_child(100, "p50", way): wall * 10,
-            figures.fork_step(100, "resume", "p50", way): 1.0,
-            figures.fork_step(100, "resume", "p99", way): 2.5,
-            figures.unique_memory(100, "largest", way): unique * factor,
-            figures.idle_cpu(100, 5, way): 0.2 * factor,
-            figures.kill(100, way): 0.5,
+        values = {
+            "wall": wall * factor,
+            "ok": 100,
+            "child": [wall * 10],
+            "unique.largest": unique * factor,
+            "idle": 0.2 * factor,
+            "kill": 0.5,
         }
-    readings[figures.fork_step(100, "clone", "p50", FORK)] = 4.0
-    readings[figures.fork_step(100, "process start", "p50", START)] = 100.0
+        readings |= FORKS.read(values, window_s=5, **forked(100, way)) | steps(100, way, resume=[1.0, 2.5])
+    readings |= steps(100, FORK, clone=[4.0]) | steps(100, START, process_start=[100.0])
     return Round(with_ratios(readings, [100]))
-
-
-def run_of(*rounds: Round) -> Run:
-    settings = {"rounds": len(rounds), "n": [100], "ways": [FORK, START], "memory_mib": 512}
-    return Run("2024-01-01T00:00:00+0000", HOST, settings, list(rounds))
 
 
 def started_round() -> Round:
     """As an engine that forks no live VM, and as before there were templates."""
-    steps = {figures.fork_step(1, "contract", "p50"): 90.0, figures.fork_step(1, "contract", "p99"): 99.0}
-    return Round({figures.fork_wall(1): 0.2, figures.fork_child(1, "p50"): 190.0, **steps})
+    return Round({**FORKS.read({"wall": 0.2, "child": [190.0]}, **forked(1)), **steps(1, contract=[90.0, 99.0])})
+
+
+def times(*pauses: float) -> list[LiveTimes]:
+    return [LiveTimes(pause, pause * 4) for pause in pauses]
+
+
+def live_round(factor: float = 1.0) -> Round:
+    forks = {**read_forks(0, times(6, 7 * factor, 20)), **read_forks(64, times(8, 9 * factor, 25))}
+    return Round({**forks, **read_chain(times(10, 10, 12, 12))})
+
+
+def crowd_round(factor: float = 1.0, lost: int = 0) -> Round:
+    slower = {"made": 20, "idle": 0.06, "killed": 10, "all_memory": 6000}
+    values = {"ok": 1000 - lost, "distinct": 1000, **{name: value * factor for name, value in slower.items()}}
+    return Round(CROWD.read(values, n=1000))
+
+
+def endurance_round(errors: int = 0, gained: float = 0.1) -> Round:
+    values = {"done": 20, "errors": errors, "left": 0, "gained": gained}
+    return Round({**CYCLES.read(values), **LIVES.read(values)})
+
+
+def costs_round(factor: float = 1.0) -> Round:
+    times = [factor, factor * 2]
+    readings: dict[Figure, float] = {}
+    for n, fork in ((1, 60.0), (100, 6000.0)):
+        own = [4 * each for each in times]
+        values = {"total": [fork + each for each in own], "fork": [fork], "own": own}
+        readings |= SPAWNS.read(values, engine="fake", n=n)
+    for kind in ("exec", "eval"):
+        readings |= CALLS.read({"agent": [0.5]}, **called("fake", kind))
+        for way in WAYS:
+            values = {"{way}.total": [0.5 + each for each in times], "{way}.more": times}
+            readings |= CALLS.read(values, **called("fake", kind, way))
+    return Round(readings)
+
+
+def daemon_cycles(left: int = 0) -> Round:
+    return Round(DAEMON_CYCLES.read({"errors": 0, "left": left}, engine="fake"))
+
+
+def one_engine(factor: float = 1.0, ok: int = 30) -> Round:
+    readings = ENGINE.read({"cold_boot.total": 30.0})
+    for n in (1, 30):
+        values = {"wall": n * factor, "ok": n if n == 1 else ok, "cpu": 400.0 * factor}
+        readings |= FORKS.read(values, of="all processes", **forked(n))
+        readings |= steps(n, contract=[100.0 * factor, 200.0 * factor])
+    readings |= FORKS.read({"unique_share": 5.0 * factor, "idle_unique.largest": 5.0 * factor}, **forked(30))
+    return Round(readings)
+
+
+def both(first: Round, second: Round) -> Round:
+    return compose_round(dict(zip(ENGINES, (first, second), strict=True)), [1, 30])
+
+
+LOST_CHILD = Round(FORKS.read({"ok": 99}, **forked(100, START)))
+LOST_FORK = Round(LIVE.read({"ok": 2}, **after_writing(64)))
+LAB_LOST = both(one_engine(ok=29), one_engine(1.5))
+SLOW_CALL = Round(CALLS.read({"{way}.more": [2.5]}, **called("fake", "exec", "tcp")))
+GOOD = {
+    TOP: engine_round(),
+    "live": live_round(),
+    "crowd": crowd_round(),
+    "endurance": endurance_round(),
+    "daemon": costs_round(),
+    "load": Round(LOAD.read({"errors": 0, "left": 0, "growth": 0.1})),
+    "cycles": daemon_cycles(),
+    "lab": both(one_engine(), one_engine(1.5)),
+}
+
+
+def section_of(part: str, *rounds: Round) -> dict[str, Any]:
+    run = Run("2024-01-01T00:00:00+0000", LAB_HOST if part == "lab" else HOST, SETTINGS[part], list(rounds))
+    section = json.loads(json.dumps(render_lab(run) if part == "lab" else render_run(part, run)))
+    assert isinstance(section, dict)
+    return section
+
+
+def text_of(part: str, *rounds: Round) -> str:
+    section = section_of(part, *rounds)
+    return render_report({part: section} if part else section)
+
+
+def targets_of(part: str, *rounds: Round) -> list[dict[str, Any]]:
+    targets: list[dict[str, Any]] = section_of(part, *rounds)["targets"]
+    return targets
+
+
+def missed(part: str, *rounds: Round) -> list[str]:
+    return [target["name"] for target in targets_of(part, *rounds) if target["reached"] is False]
 
 
 def test_shares_are_values_that_were_measured() -> None:
     assert shares([float(v) for v in range(1, 101)]) == {"p50": 50.0, "p99": 99.0}
     assert shares([3.0]) == {"p50": 3.0, "p99": 3.0}
     assert shares([2.0, 1.0]) == {"p50": 1.0, "p99": 2.0}
+
+
+def test_a_family_reads_samples_as_shares_in_its_order_and_nothing_it_does_not_declare() -> None:
+    read = LIVE.read({"ok": 2, "pause": [1.0, 2.0], "answer": []}, **after_writing(0))
+    assert by_name(read) == {"live.0.pause.p50": 1.0, "live.0.pause.p99": 2.0, "live.0.ok": 2}
+    assert next(iter(read)).what == "live fork, 0 MiB just written: its source stands still, p50"
+    with pytest.raises(KeyError, match="pauses"):
+        LIVE.read({"pauses": 1.0}, **after_writing(0))
 
 
 def test_steps_are_told_apart_by_when_they_ended_not_by_when_they_were_noted() -> None:
@@ -64,13 +184,15 @@ def test_steps_are_told_apart_by_when_they_ended_not_by_when_they_were_noted() -
 
 
 def test_a_ratio_is_of_one_round_and_absent_where_a_part_of_it_is() -> None:
-    cold, wall = figures.cold_boot(), figures.fork_wall(10)
-    assert with_ratios({cold: 10.0, wall: 2.5}, [1, 10])[figures.fork_to_cold(10)] == 0.25
-    assert with_ratios({wall: 2.5}, [1, 10]) == {wall: 2.5}
+    cold, wall = ENGINE.read({"cold_boot.total": 10.0}), FORKS.read({"wall": 2.5}, **forked(10))
+    assert by_name(with_ratios(cold | wall, [1, 10]))["ratio.fork_10_to_cold_boot"] == 0.25
+    assert with_ratios(wall, [1, 10]) == wall
+    alone = FORKS.read({"wall": 1.6}, **forked(100, FORK))
+    assert with_ratios(alone, [100]) == alone, "a ratio of the two ways needs both"
 
 
 def test_each_way_has_its_ratio_to_a_cold_boot_and_the_two_have_one_to_each_other() -> None:
-    readings = {figure.name: value for figure, value in good_round().readings.items()}
+    readings = by_name(engine_round().readings)
     assert readings["ratio.fork_100_fork_to_cold_boot"] == pytest.approx(0.16)
     assert readings["ratio.fork_100_start_to_cold_boot"] == pytest.approx(0.8)
     assert readings["ratio.fork.100.fork_to_start.wall"] == pytest.approx(0.2)
@@ -79,99 +201,408 @@ def test_each_way_has_its_ratio_to_a_cold_boot_and_the_two_have_one_to_each_othe
     assert not [name for name in compared if "step" in name or name.endswith((".ok", ".idle"))]
 
 
-def test_a_ratio_of_the_two_ways_needs_both() -> None:
-    forked = {figures.fork_wall(100, FORK): 1.6}
-    assert with_ratios(forked, [100]) == forked
+def test_a_round_of_both_engines_has_the_readings_of_each_and_their_ratios() -> None:
+    readings = by_name(both(one_engine(), one_engine(2.0)).readings)
+    assert readings["firecracker.fork.30.wall"] == 30 and readings["qemu.fork.30.wall"] == 60
+    assert readings["versus.fork.30.wall"] == readings["versus.fork.30.cpu"] == 0.5
+    assert readings["firecracker.ratio.cold_boot_to_fork_1"] == 30
+    assert readings["qemu.ratio.cold_boot_to_fork_1"] == 15
+    # Of amounts; not of counts, shares or steps.
+    compared = [name for name in readings if "versus" in name]
+    assert "versus.cold_boot.total" in compared
+    assert not [name for name in compared if "step" in name or name.endswith((".ok", ".unique_share"))]
 
 
-def test_a_summary_has_the_median_and_every_round() -> None:
-    wall = figures.fork_wall(1)
-    rounds = [Round({wall: 3.0}), Round({}), Round({wall: 1.0}), Round({wall: 9.0})]
-    summary = summarize(rounds)[wall.name]
-    assert summary.values == (3.0, 1.0, 9.0)
-    assert summary.median == 3.0
+def test_what_one_engine_did_not_yield_has_no_ratio_and_its_failures_are_kept() -> None:
+    done = both(one_engine(), Round({}, ("round 1 of 1, qemu: engine_failed: no",)))
+    assert not [name for name in by_name(done.readings) if name.startswith(("versus.", "qemu."))]
+    assert done.failures == ("round 1 of 1, qemu: engine_failed: no",)
 
 
-def test_every_target_is_reached_by_good_rounds() -> None:
-    targets = judge(summarize([good_round(), good_round()]))
-    assert [target.bound for target in targets] == [
-        *("<= 0.2", "< 1", "<= 25", "<= 7", "<= 24", "< 0.5", "< 0.5", "<= 2", "= 100", "= 100")
-    ]
-    assert [target.reached for target in targets] == [True] * 10
-    assert [target.reached_in_every_round for target in targets] == [True] * 10
+def test_a_summary_has_the_median_and_every_round_that_has_the_figure() -> None:
+    walls = [Round(FORKS.read({"wall": value}, **forked(1))) for value in (3.0, 1.0, 9.0)]
+    summary = summarize([walls[0], Round({}), *walls[1:]])["fork.1.wall"]
+    assert summary.values == (3.0, 1.0, 9.0) and summary.median == 3.0
+    assert summarize([live_round(), Round({})])["live.chain.pause.ratio"].values == (pytest.approx(1.2),)
 
 
-def test_one_bad_round_of_three_shows_although_the_median_is_good() -> None:
-    targets = judge(summarize([good_round(), good_round(), good_round(3.0)]))
-    assert [target.reached for target in targets] == [True] * 10
-    assert [target.reached_in_every_round for target in targets] == [False] * 8 + [True] * 2
-    assert targets[1].worst == pytest.approx(2.4)
+@pytest.mark.parametrize(
+    ("part", "bounds"),
+    [
+        (TOP, ["<= 0.2", "< 1", "= 100", "= 100", "<= 25", "<= 7", "<= 24", "< 0.5", "< 0.5", "<= 2"]),
+        ("live", ["<= 10", "<= 30", "<= 80", "= 3", "= 3"]),
+        ("crowd", ["<= 25", "= 1000", "= 1000", "< 0.1", "<= 15"]),
+        ("endurance", ["= 0", "<= 1", "= 0", "= 0", "= 0"]),
+        ("daemon", ["<= 5", "<= 40", *["<= 2"] * 4]),
+        ("load", ["= 0", "<= 2", "= 0"]),
+        ("cycles", ["= 0", "= 0"]),
+        ("lab", [">= 20", "< 1", "= 30", "= 30", "< 10", "< 10"]),
+    ],
+)
+def test_good_rounds_reach_every_target_and_what_was_not_measured_is_neither_reached_nor_missed(
+    part: str, bounds: list[str]
+) -> None:
+    section = section_of(part, GOOD[part], GOOD[part])
+    assert [target["bound"] for target in section["targets"]] == bounds
+    assert {target["reached"] for target in section["targets"]} == {True}
+    assert {target["reached_in_every_round"] for target in section["targets"]} == {True}
+    assert section["settings"]["rounds_done"] == 2
+    unmeasured = targets_of(part, Round({}))
+    assert [target["bound"] for target in unmeasured] == bounds
+    assert {target["reached"] for target in unmeasured} == {None}
 
 
-def test_a_single_child_missing_in_a_single_round_misses_the_target() -> None:
-    lost = Round({figures.fork_ok(100, START): 99})
-    target = judge(summarize([good_round(), good_round(), lost]))[-1]
-    assert (target.value, target.worst, target.reached) == (100, 99, False)
-
-
-def test_what_was_not_measured_is_neither_reached_nor_missed() -> None:
-    assert {target.reached for target in judge({})} == {None}
-    started = {figure: value for figure, value in good_round().readings.items() if ".fork." not in figure.name}
-    unreached = [target.name for target in judge(summarize([Round(started)])) if target.reached is None]
-    assert len(unreached) == 4 and all("from a template" in name for name in unreached)
-
-
-def test_json_has_for_every_figure_where_it_stops_and_what_was_prepared() -> None:
-    report = json.loads(json.dumps(render_json(run_of(good_round(), Round({}, ("round 2: fork of 100: lost",))))))
-    assert set(report) == {"format", "started", "host", "settings", "failures", "targets", "figures"}
-    assert report["settings"]["rounds_done"] == 2
-    assert report["failures"] == ["round 2: fork of 100: lost"]
-    for figure in report["figures"].values():
+@pytest.mark.parametrize("part", GOOD)
+def test_json_has_for_every_figure_where_it_stops_and_what_was_prepared(part: str) -> None:
+    section = section_of(part, GOOD[part], Round({}, ("round 2: fork of 100: lost",)))
+    keys = {"started", "host", "settings", "failures", "targets", "figures"}
+    assert set(section) == (keys | {"format"} if part == TOP else keys)
+    assert section["failures"] == ["round 2: fork of 100: lost"]
+    for figure in section["figures"].values():
         assert {"what", "unit", "median", "min", "max", "stops_at", "prepared", "rounds"} == set(figure)
-        assert figure["stops_at"] and figure["prepared"]
-    for target in report["targets"]:
+        assert figure["what"] and figure["stops_at"] and figure["prepared"]
+        assert "{" not in json.dumps(list(figure.values())[:-1])
+    for target in section["targets"]:
         assert {"name", "bound", "unit", "value", "worst", "reached", "reached_in_every_round"} == set(target)
 
 
+def test_one_bad_round_of_three_shows_although_the_median_is_good() -> None:
+    targets = targets_of(TOP, engine_round(), engine_round(), engine_round(3.0))
+    assert [target["reached"] for target in targets] == [True] * 10
+    counts = [target["bound"] == "= 100" for target in targets]
+    assert [target["reached_in_every_round"] for target in targets] == counts
+    assert targets[1]["worst"] == pytest.approx(2.4)
+
+
+def test_without_templates_the_targets_about_them_are_not_measured() -> None:
+    started = Round({figure: value for figure, value in engine_round().readings.items() if ".fork." not in figure.name})
+    unmeasured = [target["name"] for target in targets_of(TOP, started) if target["reached"] is None]
+    assert len(unmeasured) == 4 and all("from a template" in name for name in unmeasured)
+
+
+@pytest.mark.parametrize(
+    ("part", "done", "names"),
+    [
+        ("live", live_round(1.2), ["live fork, 64 MiB just written: pause of the source, p50"]),
+        ("crowd", crowd_round(1.4), ["1000 VMs made"]),
+        ("crowd", crowd_round(1.7), ["1000 VMs made", "1000 VMs: idle CPU each", "1000 VMs killed and cleaned up"]),
+        ("crowd", crowd_round(lost=1), ["1000 of 1000 VMs right in every round"]),
+        ("endurance", endurance_round(errors=1), ["fork, eval, kill: no error", "live forks of a busy VM: no error"]),
+        ("endurance", endurance_round(gained=1.5), ["fork, eval, kill: memory the template gained"]),
+        ("daemon", joined([costs_round(), SLOW_CALL]), ["fake: exec by plain HTTP, TCP, on top of the agent, p50"]),
+        (
+            "cycles",
+            Round(DAEMON_CYCLES.read({"errors": 0, "left": 1}, engine="fake")),
+            ["fake, cycles: nothing is left"],
+        ),
+        ("load", Round(LOAD.read({"errors": 1, "left": 0, "growth": 0.1})), ["load: no error, no wrong answer"]),
+        (
+            "lab",
+            both(one_engine(2.0), one_engine()),
+            [
+                "firecracker: a fork of 1 is at least 20 times as fast as a cold boot",
+                "CPU time per child of 30, firecracker / qemu",
+                "firecracker: unique memory of the largest of 30 idle children, of the guest's resident",
+            ],
+        ),
+    ],
+)
+def test_what_is_too_slow_too_large_or_wrong_misses_its_target_and_no_other(
+    part: str, done: Round, names: list[str]
+) -> None:
+    assert missed(part, done) == names
+
+
+@pytest.mark.parametrize(
+    ("part", "done", "name", "value", "worst"),
+    [
+        (TOP, LOST_CHILD, "100 of 100 children by start succeed in every round", 100, 99),
+        ("live", LOST_FORK, "live fork, 64 MiB just written: all forks right in every round", 3, 2),
+        ("lab", LAB_LOST, "firecracker: 30 of 30 children right, the contract kept by each, in every round", 30, 29),
+    ],
+)
+def test_a_single_child_missing_in_a_single_round_misses_the_target(
+    part: str, done: Round, name: str, value: float, worst: float
+) -> None:
+    (target,) = [each for each in targets_of(part, GOOD[part], GOOD[part], done) if each["reached"] is False]
+    assert (target["name"], target["value"], target["worst"]) == (name, value, worst)
+
+
+def test_a_crowd_of_another_size_is_not_judged() -> None:
+    assert {target["reached"] for target in targets_of("crowd", Round(CROWD.read({"made": 1.0}, n=3)))} == {None}
+
+
+def test_the_worst_round_of_a_speedup_is_the_slowest() -> None:
+    speedup = targets_of("lab", *(both(one_engine(factor), one_engine(9.0)) for factor in (1.0, 1.2, 3.0)))[0]
+    assert (speedup["value"], speedup["worst"]) == (25, 10)
+    assert (speedup["reached"], speedup["reached_in_every_round"]) == (True, False)
+
+
 def test_no_fork_figure_counts_processes_started_ahead() -> None:
-    assert figures.fork_wall(100, START).prepared.endswith("no process started ahead")
-    assert figures.fork_child(100, "p50", START).prepared.endswith("no process started ahead")
-    assert "no process started ahead but its template" in figures.fork_wall(100, FORK).prepared
+    assert FORKS.at("wall", **forked(100, START)).prepared.endswith("no process started ahead")
+    assert FORKS.at("child", **forked(100, START)).prepared.endswith("no process started ahead")
+    assert "no process started ahead but its template" in FORKS.at("wall", **forked(100, FORK)).prepared
 
 
-def test_the_tables_have_a_row_for_each_figure_step_and_target() -> None:
-    text = render_markdown(render_json(run_of(good_round(), good_round(1.25))))
-    assert "| cold boot of one VM, warmed, first eval | 10 s | 10 to 10 |" in text
-    assert "| template: made in all | 1 s | 1 to 1 |" in text
-    assert "| fork of 100, all ready | 1.80 s (1.60 to 2) | 9 s (8 to 10) | 0.200 |" in text
-    assert "| end of all 100 children | 0.500 s (0.500 to 0.500) | 0.500 s (0.500 to 0.500) | 1 |" in text
-    assert "| step of one child made from a template, p50 / p99 in ms | fork of 100 |" in text
-    assert "| clone | 4 |\n| resume | 1 / 2.50 |\n" in text
-    assert "| process start | 100 |\n| resume | 1 / 2.50 |\n" in text
-    assert "| fork of 100 from a template / cold boot of one | <= 0.2 | 0.180 | 0.200 | yes |" in text
-    assert "| eval round trip on a warm child, p50 | <= 2 ms | 1.69 | 1.88 | yes |" in text
-    assert "fork_to_start" not in text and text.count("fork of 100, all ready") == 1
+@pytest.mark.parametrize(
+    ("part", "rounds", "begin", "rows", "absent"),
+    [
+        (
+            TOP,
+            (engine_round(), engine_round(1.25)),
+            "| what | median | fastest to slowest round |",
+            [
+                "| cold boot of one VM, warmed, first eval | 10 s | 10 to 10 |",
+                "| template: made in all | 1 s | 1 to 1 |",
+                "| fork of 100, all ready | 1.80 s (1.60 to 2) | 9 s (8 to 10) | 0.200 |",
+                "| end of all 100 children | 0.500 s (0.500 to 0.500) | 0.500 s (0.500 to 0.500) | 1 |",
+                "| step of one child made from a template, p50 / p99 in ms | fork of 100 |",
+                "| clone | 4 / 4 |\n| resume | 1 / 2.50 |",
+                "| process start | 100 / 100 |\n| resume | 1 / 2.50 |",
+                "| fork of 100 from a template / cold boot of one | <= 0.2 | 0.180 | 0.200 | yes |",
+                "| eval round trip on a warm child, p50 | <= 2 ms | 1.69 | 1.88 | yes |",
+            ],
+            "fork_to_start",
+        ),
+        (
+            TOP,
+            (started_round(),),
+            "| what | median |",
+            [
+                "| fork of 1, all ready | 0.200 s | 0.200 to 0.200 |",
+                "| step of one child, p50 / p99 in ms | fork of 1 |\n|---|---|\n| contract | 90 / 99 |",
+            ],
+            "ratio",
+        ),
+        (TOP, (Round(ENGINE.read({"cold_boot.total": 1.0})),), "| what |", ["| 1 s | 1 to 1 |"], "step of one child"),
+        (
+            "live",
+            (live_round(),),
+            "### Forks of a running VM\n\n| just written |",
+            [
+                "| 64 MiB | 9 / 25 ms | 36 / 100 ms | 3 forks |",
+                "| live forks 3 to 4 of one VM / 1 to 2: its source stands still | 1.20 | 1.20 to 1.20 |",
+                "| live fork, 64 MiB just written: pause of the source, p50 | <= 10 ms | 9 | 9 | yes |",
+            ],
+            "live.64",
+        ),
+        (
+            "live",
+            (Round(read_forks(0, [])),),
+            "### Forks",
+            ["| 0 MiB | - / - ms | - / - ms | 0 forks |"],
+            "stands still",
+        ),
+        (
+            "crowd",
+            (crowd_round(),),
+            "### Many VMs",
+            ["| 1000 VMs at once: made, all ready | 20 s | 20 to 20 |"],
+            "crowd.",
+        ),
+        (
+            "endurance",
+            (endurance_round(),),
+            "### Forks that come and go",
+            ["| fork, eval, kill: errors and wrong answers | 0 | 0 to 0 |"],
+            "endurance.",
+        ),
+        (
+            "daemon",
+            (costs_round(),),
+            "### The daemon on top",
+            [
+                "| fake, spawn of 1 | 64 / 68 | 60 / 60 | 4 / 8 |",
+                "| fake, spawn of 100 | 6004 / 6008 | 6000 / 6000 | 4 / 8 |",
+                "| fake, eval, plain HTTP, unix socket | 1.50 / 2.50 | 0.500 / 0.500 | 1 / 2 |",
+                "| fake: the daemon's part of a spawn of 1, p50 | <= 5 ms | 4 | 4 | yes |",
+            ],
+            "daemon.fake",
+        ),
+        (
+            "lab",
+            (both(one_engine(), one_engine(2.0)),),
+            "### firecracker and qemu on KVM, in the lab: ratios only\n",
+            [
+                "| fork of 30, all ready | 30 s (30 to 30) | 60 s (60 to 60) | 0.500 |",
+                "| fork of 30: children that answered right | 30 children (30 to 30) | 30 children (30 to 30) | - |",
+                "| cold boot of one / fork of 1 | 30 (30 to 30) | 15 (15 to 15) | - |",
+                "| fork of 1, firecracker | fork of 1, qemu | fork of 30, firecracker | fork of 30, qemu |",
+                "| contract | 100 / 200 | 200 / 400 | 100 / 200 | 200 / 400 |",
+                "| CPU time per child of 30, firecracker / qemu | < 1 | 0.500 | 0.500 | yes |",
+            ],
+            "versus",
+        ),
+        (
+            "lab",
+            (both(Round({}), one_engine()),),
+            "### firecracker",
+            ["| fork of 30, all ready | - | 30 s (30 to 30) | - |"],
+            "versus",
+        ),
+        (
+            "lab",  # steps are in their order although one engine lacks some
+            (both(Round(steps(1, resume=[1.0])), Round(steps(1, contract=[1.0], process_start=[1.0], resume=[1.0]))),),
+            "### firecracker",
+            ["| process start | - | 1 / 1 |\n| resume | 1 / 1 | 1 / 1 |\n| contract | - | 1 / 1 |"],
+            "versus",
+        ),
+    ],
+)
+def test_the_tables_have_a_row_for_each_figure_step_and_target(
+    part: str, rounds: tuple[Round, ...], begin: str, rows: list[str], absent: str
+) -> None:
+    text = text_of(part, *rounds)
+    assert text.startswith(begin)
+    for row in rows:
+        assert row in text
+    assert absent not in text
+    assert text.count("fork of 100, all ready") <= 1
 
 
-def test_what_was_measured_in_one_way_only_has_a_table_without_ways() -> None:
-    text = render_markdown(render_json(run_of(started_round())))
-    assert "| fork of 1, all ready | 0.200 s | 0.200 to 0.200 |" in text
-    assert "| step of one child, p50 / p99 in ms | fork of 1 |\n|---|---|\n| contract | 90 / 99 |" in text
+def test_on_a_machine_that_is_not_emulated_times_are_times() -> None:
+    section = section_of("lab", GOOD["lab"])
+    section["host"]["emulated"] = False
+    assert render_report({"lab": section}).startswith("### firecracker and qemu on KVM\n")
 
 
-@pytest.mark.parametrize("done", [good_round(), started_round()])
-def test_the_chart_is_the_same_for_the_same_report(tmp_path: Path, done: Round) -> None:
-    report = json.loads(json.dumps(render_json(run_of(done))))
+def test_a_report_has_no_table_of_what_it_lacks() -> None:
+    assert render_report({}) == ""
+    whole = render_report({**section_of(TOP, GOOD[TOP]), "crowd": section_of("crowd", GOOD["crowd"])})
+    assert [line for line in whole.splitlines() if line.startswith("#")] == ["### Many VMs alive at once"]
+
+
+@pytest.mark.parametrize(
+    ("part", "done"),
+    [
+        *((part, GOOD[part]) for part in CHARTS),
+        (TOP, started_round()),
+        ("live", Round(read_forks(0, times(7)))),
+        ("daemon", costs_round(3.0)),
+        ("lab", both(Round({}), one_engine(2.0))),
+    ],
+)
+def test_a_chart_is_the_same_for_the_same_report(tmp_path: Path, part: str, done: Round) -> None:
+    section = section_of(part, done)
     if done.readings == started_round().readings:
-        del report["settings"]["ways"]
-    draw(report, tmp_path / "one.svg")
-    draw(report, tmp_path / "two.svg")
+        del section["settings"]["ways"]
+        section["settings"]["n"] = [1]
+    draw(part, section, tmp_path / "one.svg")
+    draw(part, section, tmp_path / "two.svg")
     assert (tmp_path / "one.svg").read_text().rstrip().endswith("</svg>")
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
-def test_without_forks_there_is_no_table_of_steps() -> None:
-    assert "step of one child" not in render_markdown(render_json(run_of(Round({figures.cold_boot(): 1.0}))))
+@pytest.mark.parametrize("part", [part for part in SECTIONS if part != TOP])
+def test_a_part_that_is_measured_again_replaces_that_part_only(tmp_path: Path, part: str) -> None:
+    path, other = tmp_path / "results.json", "load" if part != "load" else "crowd"
+    engine = {"format": 1, "figures": {"cold_boot.total": {}}, "targets": []}
+    for new in (engine, {part: {"figures": {"a": 1}}}, {other: {"figures": {"b": 1}}}, {part: {"figures": {"a": 2}}}):
+        write_results(path, new)
+    assert read_results(path) == {**engine, part: {"figures": {"a": 2}}, other: {"figures": {"b": 1}}}
+    write_results(path, {"format": 1, "figures": {}, "targets": []})
+    assert read_results(path)["figures"] == {} and read_results(path)[other] == {"figures": {"b": 1}}
+    assert set(list(read_results(path))[-2:]) == {part, other}, "sections last"
+
+
+def test_nothing_of_an_old_report_of_the_engine_survives_a_new_one() -> None:
+    new = {"format": 1, "figures": {}}
+    assert merge_results({"format": 1, "figures": {"old": 1}, "odd": 1}, new) == new
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_a_file_that_holds_no_results_is_refused_and_kept(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "results.json"
+    path.write_text(text)
+    with pytest.raises(InvalidInput, match="Expected results of the bench in"):
+        write_results(path, {"daemon": {}})
+    assert path.read_text() == text
+
+
+def test_the_results_in_the_repository_can_be_shown() -> None:
+    report = read_results(Path(__file__).parents[2] / "bench/results.json")
+    assert set(SECTIONS) - {TOP} <= set(report)
+    assert render_report(report).count("### ") == len(SECTIONS) - 1
+
+
+@pytest.mark.parametrize(
+    ("part", "slow", "wrong"),
+    [
+        ("live", live_round(9.0), "live: 64 MiB written: fork 2: contract_broken: no"),
+        ("lab", both(one_engine(9.0), one_engine()), "lab: ended with exit status 124"),
+    ],
+)
+def test_a_wrong_answer_fails_the_run_and_a_slow_one_does_not(
+    part: str, slow: Round, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert print_report({part: section_of(part, slow)}, {part}, []) == 0
+    assert capsys.readouterr().out.startswith("### ")
+    assert print_report({part: section_of(part, Round(slow.readings, (wrong,)))}, {part}, []) == 1
+    assert capsys.readouterr().err == f"failed: {wrong}\n"
+    assert print_report({}, {part}, [f"{part}: host_lacks: no QEMU"]) == 1
+    assert capsys.readouterr().err == f"failed: {part}: host_lacks: no QEMU\n"
+
+
+def test_forks_of_one_amount_are_read_with_their_shares() -> None:
+    assert by_name(read_forks(64, times(8, 9, 25))) == {
+        "live.64.ok": 3,
+        "live.64.pause.p50": 9,
+        "live.64.pause.p99": 25,
+        "live.64.answer.p50": 36,
+        "live.64.answer.p99": 100,
+    }
+    assert by_name(read_forks(64, [])) == {"live.64.ok": 0}
+
+
+def test_the_last_forks_of_a_chain_are_compared_with_the_first() -> None:
+    read = by_name(read_chain(times(*[10] * 5, *[99] * 40, *[20] * 5)))
+    assert read["live.chain.pause.1 to 5"] == 10 and read["live.chain.pause.46 to 50"] == 20
+    assert read["live.chain.pause.ratio"] == read["live.chain.answer.ratio"] == 2
+    assert by_name(read_chain(times(10)))["live.chain.pause.ratio"] == 1
+
+
+@pytest.mark.parametrize("size", [0, 8 * 4096])
+def test_what_is_written_in_a_guest_is_what_is_expected_of_it(size: int) -> None:
+    guest: dict[str, Any] = {}
+    exec(render_write(size, 7), guest)  # noqa: S102
+    assert sum(guest["written"][::4096]) == sum_of(size, 7)
+    exec(render_write(size and 4096, 0), guest)  # noqa: S102
+    assert len(guest["written"]) == size
+    assert sum(guest["written"][::4096]) == sum_of(size, 7) - (7 if size else 0)
+
+
+def test_getting_slower_shows_in_the_last_tenth() -> None:
+    assert drift([1.0] * 10 + [5.0] * 80 + [2.0] * 10) == {"drift": 2.0}
+    assert drift([1.0] * 9) == {}
+
+
+def test_everything_that_is_new_is_a_leak_and_what_went_is_none() -> None:
+    after = Inventory(
+        frozenset({8}),
+        {"socket": 3, "anon_inode:[pidfd]": 1},
+        2,
+        4,
+        {"sandboxes": 1, "events": 900},
+        frozenset({"run/vms/sb-1", "home/audit.log", "home/audit.log.1", "home/registry.db-wal"}),
+        threads=1,
+    )
+    assert find_leaks(NOTHING, NOTHING) == []
+    assert find_leaks(NOTHING, after) == [
+        "process 8",
+        "descriptor of anon_inode:[pidfd]",
+        "descriptor of socket",
+        "listening socket",
+        "task",
+        "thread",
+        "row of sandboxes",
+        "file run/vms/sb-1",
+    ]
+    assert find_leaks(after, Inventory(frozenset(), {}, 0, 0, {}, frozenset())) == []
+
+
+def test_the_head_of_an_answer_gives_status_and_length() -> None:
+    assert parse_head(b"HTTP/1.1 201 Created\r\nContent-Length: 12\r\nx: y: z\r\n\r\n") == (201, 12)
+    assert parse_head(b"HTTP/1.1 204 No Content\r\n\r\n") == (204, 0)
 
 
 @pytest.mark.parametrize(
@@ -186,3 +617,10 @@ def test_the_processor_is_named_once_and_without_extra_space() -> None:
     assert parse_cpu_model("processor\t: 0\nmodel name\t: Example  CPU 1\nflags\t\t: fpu") == "Example CPU 1"
     assert parse_cpu_model("") == "unknown"
     assert render_host(HOST) == "Example 1, 2 cores, 8 GiB RAM, QEMU 7.2.22 (tcg)"
+
+
+def test_how_much_is_done_can_be_said() -> None:
+    args = parse_args(["--live-forks", "3", "--crowd", "5", "--endurance", "7", "2", "--live-chart", "x.png"])
+    assert (args.live_forks, args.crowd, args.endurance, args.live_chart) == (3, 5, [7, 2], Path("x.png"))
+    args = parse_args([])
+    assert (args.live_forks, args.crowd, args.endurance) == (20, 1000, (5000, 500))

@@ -1,28 +1,31 @@
 """The parts of the benchmark about the daemon, small, on the fake engine: every figure is read, and nothing is left."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from bench import service_figures as figures
-from bench.costs import CostSpec
-from bench.cycles import CycleSpec
-from bench.load import LoadSpec
-from bench.report import Run
-from bench.service import Service, begin_part, run_part
-from bench.service_report import PARTS, render_part
+from bench import daemon, load
+from bench.daemon import PARTS, WAYS, CostSpec, Service, begin_part, run_part
+from bench.figures import Run, by_name
+from bench.load import CycleSpec, LoadSpec
+from bench.report import render_run
 from forkd.host.marked import find_marked
 from forkd.host.paths import Home
 from forkd.image import Image
-from forkd.image.progress import Silent
+from forkd.image.spec import Silent
 
 HOST = {"cpu": "Example 1", "cores": 2, "ram_mib": 8192, "qemu": None, "accelerator": None}
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon, "_WARMING", 1)
+    monkeypatch.setattr(daemon, "_WARMING_SPAWNS", 1)
+    monkeypatch.setattr(load, "_WARMING_S", 0.2)
 
 
 def measured(images: Path, root: Path, part: str, warm: str = "import sys") -> Run:
@@ -34,14 +37,14 @@ def measured(images: Path, root: Path, part: str, warm: str = "import sys") -> R
             directory=Path(runtime),
             progress=Silent(),
             engines=("fake",),
-            costs={"fake": CostSpec(spawns={1: 2, 3: 1}, execs=3, evals=3)},
+            costs={"fake": CostSpec(spawns={1: 1, 3: 1}, execs=3, evals=3)},
             load=LoadSpec(clients=5, sandboxes=2, seconds=0.5),
             cycles={"fake": CycleSpec(cycles=5, at_once=2)},
             rounds=2,
             warm={"fake": warm},
         )
         run = begin_part(service, part, HOST)
-        asyncio.run(run_part(service, part, run, lambda done: render_part(part, done)))
+        asyncio.run(run_part(service, part, run, lambda done: render_run(part, done)))
         assert find_marked(Path(runtime)) == {}
         assert list(Path(runtime).iterdir()) == []
     assert [entry.name for entry in root.iterdir()] == ["images"]
@@ -51,27 +54,25 @@ def measured(images: Path, root: Path, part: str, warm: str = "import sys") -> R
 def test_the_costs_of_every_kind_of_request_are_measured(python_image: Image, built_home: Home, tmp_path: Path) -> None:
     run = measured(built_home.images, tmp_path / "home", "daemon")
     assert [done.failures for done in run.rounds] == [(), ()]
-    for done in run.rounds:
+    for readings in (by_name(done.readings) for done in run.rounds):
         for n in (1, 3):
-            total, fork = (at("fake", n, "p50") for at in (figures.spawn_total, figures.spawn_fork))
-            assert 0 < done.readings[fork] < done.readings[total]
-            assert done.readings[figures.spawn_direct("fake", n, "p99")] > 0
-            assert done.readings[figures.spawn_own("fake", n, "p50")] > 0
+            place = f"daemon.fake.spawn.{n}"
+            assert 0 < readings[f"{place}.fork.p50"] < readings[f"{place}.total.p50"]
+            assert readings[f"{place}.direct.p99"] > 0 and readings[f"{place}.own.p50"] > 0
         for kind in ("exec", "eval"):
-            assert done.readings[figures.call_agent("fake", kind, "p50")] > 0
-            for way in figures.WAYS:
-                assert done.readings[figures.call_more("fake", kind, way, "p50")] > 0
+            assert readings[f"daemon.fake.{kind}.agent.p50"] > 0
+            for way in WAYS:
+                assert readings[f"daemon.fake.{kind}.{way}.more.p50"] > 0
 
 
 def test_a_load_and_cycles_are_measured(python_image: Image, built_home: Home, tmp_path: Path) -> None:
-    (load,) = measured(built_home.images, tmp_path / "one", "load").rounds
-    assert load.failures == ()
-    assert load.readings[figures.load("requests")] >= 5
-    assert load.readings[figures.load("errors")] == load.readings[figures.load("left")] == 0
-    (cycles,) = measured(built_home.images, tmp_path / "two", "cycles").rounds
-    assert cycles.failures == ()
-    assert cycles.readings[figures.cycles("fake", "done")] == 5
-    assert cycles.readings[figures.cycles("fake", "left")] == 0
+    rounds = [measured(built_home.images, tmp_path / part, part).rounds for part in ("load", "cycles")]
+    assert [[done.failures for done in each] for each in rounds] == [[()], [()]]
+    readings = {name: value for (done,) in rounds for name, value in by_name(done.readings).items()}
+    assert readings["load.requests"] >= 5
+    assert readings["load.errors"] == readings["load.left"] == 0
+    assert readings["cycles.fake.done"] == 5
+    assert readings["cycles.fake.left"] == 0
 
 
 @pytest.mark.parametrize("part", PARTS)

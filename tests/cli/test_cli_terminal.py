@@ -1,7 +1,5 @@
 """`forkd exec -it` and `forkd shell` in a real terminal."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty
@@ -10,11 +8,11 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from typing import Self
 
 import pytest
-from cli_cases import DEADLINE_S, Cli, eventually, is_alive
+from cli_cases import DEADLINE_S, Cli
+from support_processes import has_ended, wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -33,7 +31,7 @@ class Terminal:
         self.before = termios.tcgetattr(self.tty)
         self.process = subprocess.Popen(
             cli.command(*words),
-            env={**cli.env, "TERM": "vt100"},
+            env={**cli.env, "TERM": "vt100", "LINES": "24", "COLUMNS": "80"},  # not what counts
             stdin=self.tty,
             stdout=self.tty,
             stderr=self.tty,
@@ -62,28 +60,24 @@ class Terminal:
         found, _, self.seen = self.seen.partition(wanted)
         return found.decode(errors="replace")
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self.keyboard)
+        os.close(self.tty)
+
     def end(self) -> int:
         code = self.process.wait(DEADLINE_S)
         assert termios.tcgetattr(self.tty) == self.before, "the terminal is not as it was"
         return code
 
 
-@contextmanager
-def terminal(cli: Cli, *words: str) -> Iterator[Terminal]:
-    made = Terminal(cli, *words)
-    try:
-        yield made
-    finally:
-        if made.process.poll() is None:
-            made.process.kill()
-            made.process.wait()
-        os.close(made.keyboard)
-        os.close(made.tty)
-
-
-def test_a_shell_has_a_terminal_of_this_ones_size_and_kind(warm: Cli) -> None:
-    sandbox = warm.fork()
-    with terminal(warm, "shell", sandbox, "-e", "PS1=ready> ", "-w", "/tmp") as person:
+def test_a_shell_has_a_terminal_of_this_ones_size_and_kind(warm: Cli, sandbox: str) -> None:
+    with Terminal(warm, "shell", sandbox, "-e", "PS1=ready> ", "-w", "/tmp") as person:
         person.type("stty size; tty -s && echo is-$((1+1))-tty; echo term=$TERM; pwd\n")
         person.expect("24 80")
         person.expect("is-2-tty")
@@ -98,10 +92,9 @@ def test_a_shell_has_a_terminal_of_this_ones_size_and_kind(warm: Cli) -> None:
         assert person.end() == 5
 
 
-def test_keys_go_to_the_guest_ctrl_c_too(warm: Cli) -> None:
-    sandbox = warm.fork()
+def test_keys_go_to_the_guest_ctrl_c_too(warm: Cli, sandbox: str) -> None:
     script = "trap 'echo caught' INT; echo ready.; cat; echo over"
-    with terminal(warm, "exec", "-it", sandbox, "--", "sh", "-c", script) as person:
+    with Terminal(warm, "exec", "-it", sandbox, "--", "sh", "-c", script) as person:
         person.expect("ready.")
         person.type("hello\n")
         person.expect("hello\r\nhello")
@@ -111,35 +104,31 @@ def test_keys_go_to_the_guest_ctrl_c_too(warm: Cli) -> None:
         assert person.end() == 0
 
 
-def test_what_is_typed_ahead_is_not_lost(warm: Cli) -> None:
-    sandbox = warm.fork()
-    with terminal(warm, "exec", "-it", sandbox, "--", "sh", "-c", "read line; echo got=$line.") as person:
+def test_what_is_typed_ahead_is_not_lost(warm: Cli, sandbox: str) -> None:
+    with Terminal(warm, "exec", "-it", sandbox, "--", "sh", "-c", "read line; echo got=$line.") as person:
         person.type("early\n")
         person.expect("got=early.")
         assert person.end() == 0
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_the_terminal_is_put_back_whatever_happens(warm: Cli, number: int, code: int) -> None:
-    sandbox = warm.fork()
-    with terminal(warm, "exec", "-it", sandbox, "--", "sh", "-c", "echo pid=$$.; exec sleep 60") as person:
+def test_the_terminal_is_put_back_whatever_happens(warm: Cli, sandbox: str, number: int, code: int) -> None:
+    with Terminal(warm, "exec", "-it", sandbox, "--", "sh", "-c", "echo pid=$$.; exec sleep 60") as person:
         person.expect("pid=")
         guest = int(person.expect("."))
         person.process.send_signal(number)
         assert person.end() == code
-        eventually(lambda: not is_alive(guest))
+        wait_until(lambda: has_ended(guest))
 
 
-def test_a_sandbox_that_ends_puts_the_terminal_back_too(warm: Cli) -> None:
-    sandbox = warm.fork()
-    with terminal(warm, "exec", "-it", sandbox, "--", "sh", "-c", "echo ready.; exec sleep 60") as person:
+def test_a_sandbox_that_ends_puts_the_terminal_back_too(warm: Cli, sandbox: str) -> None:
+    with Terminal(warm, "exec", "-it", sandbox, "--", "sh", "-c", "echo ready.; exec sleep 60") as person:
         person.expect("ready.")
         assert warm.ask("rm", sandbox).returncode == 0
         person.expect("error: ")
         assert person.end() != 0
 
 
-def test_a_terminal_without_input_shows_what_a_command_does_with_one(warm: Cli) -> None:
-    sandbox = warm.fork()
+def test_a_terminal_without_input_shows_what_a_command_does_with_one(warm: Cli, sandbox: str) -> None:
     done = warm("exec", "-t", sandbox, "--", "sh", "-c", "test -t 1 && echo yes", COLUMNS="80", LINES="24")
     assert (done.returncode, done.stdout) == (0, "yes\r\n")

@@ -3,25 +3,23 @@
 Guests of the fake engine share this machine's files: each test gives its sandbox a directory of its own.
 """
 
-from __future__ import annotations
-
-import json
 import os
 import socket
 import subprocess
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from cli_cases import DEADLINE_S, Cli, check
+from cli_cases import DEADLINE_S, Cli, Done, check
+from support_recording import Reply, Seen, answering
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-SANDBOX = "sb-0123456789"
+
+def copy(cli: Cli, source: object, target: object) -> None:
+    assert cli.ask("cp", str(source), str(target)).returncode == 0
 
 
 @pytest.fixture
@@ -31,8 +29,9 @@ def guest(tmp_path: Path) -> Path:
     return tmp_path / "guest"
 
 
-def test_a_file_goes_in_and_comes_out_with_its_permissions(warm: Cli, tmp_path: Path, guest: Path) -> None:
-    sandbox = warm.fork()
+def test_a_file_goes_in_and_comes_out_with_its_permissions(
+    warm: Cli, sandbox: str, tmp_path: Path, guest: Path
+) -> None:
     source = tmp_path / "tool"
     source.write_bytes(os.urandom(3 << 20))
     source.chmod(0o750)
@@ -48,39 +47,31 @@ def test_a_file_goes_in_and_comes_out_with_its_permissions(warm: Cli, tmp_path: 
     assert list(tmp_path.glob(".forkd-*")) == []
 
 
-def test_a_tree_goes_in_and_comes_out_whatever_its_files_are_called(warm: Cli, tmp_path: Path, guest: Path) -> None:
-    sandbox = warm.fork()
+def test_a_tree_goes_in_and_comes_out_whatever_its_files_are_called(
+    warm: Cli, sandbox: str, tmp_path: Path, guest: Path
+) -> None:
     source = tmp_path / "source"
-    names = [
-        "plain",
-        "-rf",
-        "with space",
-        "new\nline",
-        "äöü🐍",
-        os.fsdecode(b"\xff\xfe"),
-        "~",
-        "$(x)",
-        "a:b",
-        "\x1b[2J",
-    ]
+    names = ["plain", "-rf", "with space", "new\nline", "äöü🐍", "~", "$(x)", "a:b", "\x1b[2J"]
+    names.append(os.fsdecode(b"\xff\xfe"))
     for directory in (source, source / "below", source / "below/deep", source / "empty"):
         directory.mkdir()
         for name in names if directory.name != "empty" else []:
             (directory / name).write_text(name, errors="surrogateescape")
-    assert warm.ask("cp", str(source), f"{sandbox}:{guest}/copy").returncode == 0
-    assert warm.ask("cp", f"{sandbox}:{guest}/copy", str(tmp_path / "back")).returncode == 0
+    copy(warm, source, f"{sandbox}:{guest}/copy")
+    copy(warm, f"{sandbox}:{guest}/copy", tmp_path / "back")
     subprocess.run(["diff", "-r", source, tmp_path / "back"], check=True)
     assert (tmp_path / "back/empty").is_dir()
     # Into a directory that is there, under its own name; with /. its contents only.
-    assert warm.ask("cp", f"{sandbox}:{guest}/copy", str(tmp_path / "back")).returncode == 0
+    copy(warm, f"{sandbox}:{guest}/copy", tmp_path / "back")
     subprocess.run(["diff", "-r", source, tmp_path / "back/copy"], check=True)
     (tmp_path / "flat").mkdir()
-    assert warm.ask("cp", f"{sandbox}:{guest}/copy/.", str(tmp_path / "flat")).returncode == 0
+    copy(warm, f"{sandbox}:{guest}/copy/.", tmp_path / "flat")
     subprocess.run(["diff", "-r", source, tmp_path / "flat"], check=True)
 
 
-def test_links_and_special_files_in_a_tree_are_left_out_and_named(warm: Cli, tmp_path: Path, guest: Path) -> None:
-    sandbox = warm.fork()
+def test_links_and_special_files_in_a_tree_are_left_out_and_named(
+    warm: Cli, sandbox: str, tmp_path: Path, guest: Path
+) -> None:
     (guest / "tree").mkdir()
     (guest / "tree/file").touch()
     (guest / "tree/link").symlink_to("/etc/passwd")
@@ -101,24 +92,22 @@ def test_links_and_special_files_in_a_tree_are_left_out_and_named(warm: Cli, tmp
     assert [Path(each["path"]).name for each in tally["skipped"]] == ["link", "pipe", "socket"]
 
 
-def test_a_link_that_is_named_is_followed(warm: Cli, tmp_path: Path, guest: Path) -> None:
-    sandbox = warm.fork()
+def test_a_link_that_is_named_is_followed(warm: Cli, sandbox: str, tmp_path: Path, guest: Path) -> None:
     (guest / "real").mkdir()
     (guest / "real/file").write_text("x")
     (guest / "to-dir").symlink_to("real")
     (guest / "to-file").symlink_to("real/file")
-    assert warm.ask("cp", f"{sandbox}:{guest}/to-dir", str(tmp_path / "dir")).returncode == 0
+    copy(warm, f"{sandbox}:{guest}/to-dir", tmp_path / "dir")
     assert (tmp_path / "dir/file").read_text() == "x"
-    assert warm.ask("cp", f"{sandbox}:{guest}/to-file", str(tmp_path / "file")).returncode == 0
+    copy(warm, f"{sandbox}:{guest}/to-file", tmp_path / "file")
     assert (tmp_path / "file").read_text() == "x"
     (tmp_path / "mine").symlink_to("file")
     (guest / "real/file").write_text("y")
-    assert warm.ask("cp", f"{sandbox}:{guest}/real/file", str(tmp_path / "mine")).returncode == 0
+    copy(warm, f"{sandbox}:{guest}/real/file", tmp_path / "mine")
     assert (tmp_path / "mine").is_symlink() and (tmp_path / "file").read_text() == "y"
 
 
-def test_standard_input_and_output_are_files_too(warm: Cli, guest: Path) -> None:
-    sandbox = warm.fork()
+def test_standard_input_and_output_are_files_too(warm: Cli, sandbox: str, guest: Path) -> None:
     data = os.urandom(300_000)
     assert warm("cp", "-", f"{sandbox}:{guest}/input", stdin=data).returncode == 0
     assert (guest / "input").read_bytes() == data
@@ -130,8 +119,7 @@ def test_standard_input_and_output_are_files_too(warm: Cli, guest: Path) -> None
     assert os.stat("/dev/null").st_rdev == os.makedev(1, 3)
 
 
-def test_what_cannot_be_copied_is_said(warm: Cli, tmp_path: Path, guest: Path) -> None:
-    sandbox = warm.fork()
+def test_what_cannot_be_copied_is_said(warm: Cli, sandbox: str, tmp_path: Path, guest: Path) -> None:
     check(warm.ask("cp", "a", "b"), 2, "neither is SANDBOX:/path")
     check(warm.ask("cp", f"{sandbox}:/a", f"{sandbox}:/b"), 2, "both are in a sandbox")
     check(warm.ask("cp", str(tmp_path / "none"), f"{sandbox}:{guest}/x"), 3, "No such file")
@@ -145,52 +133,37 @@ def test_what_cannot_be_copied_is_said(warm: Cli, tmp_path: Path, guest: Path) -
     assert warm.ask("cp", f"{sandbox}:{guest}/file", "-", "--json").returncode == 2
 
 
-class HostileDaemon(BaseHTTPRequestHandler):
+def info(name: str, kind: str) -> dict[str, Any]:
+    known = {"name": name, "path": name, "type": kind, "size": 4, "mode": 0o6777}
+    return {**known, "uid": 0, "gid": 0, "mtime_ns": 0, "target": None}
+
+
+class Hostile:
     """A daemon whose guest says what it likes: `listings` are its directories, every file says EVIL."""
 
-    listings: dict[str, list[dict[str, Any]]]
+    def __init__(self) -> None:
+        self.url = ""
+        self.listings: dict[str, list[dict[str, Any]]] = {}
 
-    def do_GET(self) -> None:
-        url = urlsplit(self.path)
+    def copy(self, cli: Cli, source: str, target: Path) -> Done:
+        return cli.ask("cp", f"sb-0123456789:{source}", str(target), "--url", self.url)
+
+    def answer(self, seen: Seen) -> Reply:
+        url = urlsplit(seen.target)
         path = parse_qs(url.query).get("path", [""])[0]
         if url.path.endswith("/files/stat"):
-            self._answer(self._info(path, "dir" if path in self.listings else "file"))
-        elif url.path.endswith("/files/list"):
-            self._answer({"entries": self.listings.get(path, []), "truncated": False})
-        elif url.path.endswith("/files"):
-            self._answer(b"EVIL")
-        else:
-            self._answer({"ready": True})
-
-    @staticmethod
-    def _info(name: str, kind: str) -> dict[str, Any]:
-        info = {"name": name, "path": name, "type": kind, "size": 4, "mode": 0o6777}
-        return {**info, "uid": 0, "gid": 0, "mtime_ns": 0, "target": None}
-
-    def _answer(self, body: Any) -> None:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+            return Reply(200, info(path, "dir" if path in self.listings else "file"))
+        if url.path.endswith("/files/list"):
+            return Reply(200, {"entries": self.listings.get(path, []), "truncated": False})
+        return Reply(200, b"EVIL" if url.path.endswith("/files") else {"ready": True})
 
 
 @pytest.fixture
-def hostile() -> Iterator[tuple[str, dict[str, list[dict[str, Any]]]]]:
-    """The url of such a daemon, and its listings."""
-    listings: dict[str, list[dict[str, Any]]] = {}
-    handler = type("Handler", (HostileDaemon,), {"listings": listings})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = False
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", listings
-    server.shutdown()
-    thread.join()
-    server.server_close()
+def hostile() -> Iterator[Hostile]:
+    made = Hostile()
+    with answering(made.answer) as server:
+        made.url = server.url
+        yield made
 
 
 def everything(root: Path) -> dict[str, str]:
@@ -201,52 +174,43 @@ def everything(root: Path) -> dict[str, str]:
 @pytest.mark.parametrize("name", ["../escaped", "..", ".", "/etc/escaped", "a/../../escaped", "", "x\0y", "\ud800"])
 @pytest.mark.parametrize("kind", ["file", "dir", "symlink"])
 def test_a_name_that_leads_elsewhere_ends_the_copy(
-    cli: Cli, hostile: tuple[str, dict[str, list[dict[str, Any]]]], tmp_path: Path, name: str, kind: str
+    cli: Cli, hostile: Hostile, tmp_path: Path, name: str, kind: str
 ) -> None:
-    url, listings = hostile
-    listings["/d"] = [HostileDaemon._info(name, kind)]
+    hostile.listings["/d"] = [info(name, kind)]
     target = tmp_path / "inside/target"
     target.parent.mkdir()
-    done = cli.ask("cp", f"{SANDBOX}:/d", str(target), "--url", url)
+    done = hostile.copy(cli, "/d", target)
     assert done.returncode == 15
-    assert "which is no name of a file" in done.stderr
+    assert "The guest sent a file name that is not valid" in done.stderr
     assert everything(tmp_path / "inside") == {}
     assert not (tmp_path / "escaped").exists() and not Path("/etc/escaped").exists()
 
 
-def test_links_in_the_target_are_not_followed(
-    cli: Cli, hostile: tuple[str, dict[str, list[dict[str, Any]]]], tmp_path: Path
-) -> None:
-    url, listings = hostile
-    listings["/d"] = [HostileDaemon._info("file", "file"), HostileDaemon._info("below", "dir")]
-    listings["/d/./below"] = [HostileDaemon._info("file", "file")]
+def test_links_in_the_target_are_not_followed(cli: Cli, hostile: Hostile, tmp_path: Path) -> None:
+    hostile.listings["/d"] = [info("file", "file"), info("below", "dir")]
+    hostile.listings["/d/./below"] = [info("file", "file")]
     target, outside = tmp_path / "target", tmp_path / "outside"
     target.mkdir()
     outside.mkdir()
     (outside / "file").write_text("mine")
     (target / "file").symlink_to(outside / "file")
     (target / "below").symlink_to(outside)
-    listings["/d/."] = listings["/d"]
-    done = cli.ask("cp", f"{SANDBOX}:/d/.", str(target), "--url", url)
-    check(done, 5, "below cannot be written")
+    hostile.listings["/d/."] = hostile.listings["/d"]
+    check(hostile.copy(cli, "/d/.", target), 5, "below cannot be written")
     assert everything(outside) == {"file": "mine"}
     assert (target / "file").read_text() == "EVIL" and not (target / "file").is_symlink()
 
 
 def test_a_name_that_comes_twice_as_file_and_as_directory_goes_nowhere(
-    cli: Cli, hostile: tuple[str, dict[str, list[dict[str, Any]]]], tmp_path: Path
+    cli: Cli, hostile: Hostile, tmp_path: Path
 ) -> None:
-    url, listings = hostile
-    listings["/d"] = [HostileDaemon._info("x", "file"), HostileDaemon._info("x", "dir")]
-    listings["/d/x"] = [HostileDaemon._info("file", "file")]
-    check(cli.ask("cp", f"{SANDBOX}:/d", str(tmp_path / "target"), "--url", url), 5, "cannot be written")
+    hostile.listings["/d"] = [info("x", "file"), info("x", "dir")]
+    hostile.listings["/d/x"] = [info("file", "file")]
+    check(hostile.copy(cli, "/d", tmp_path / "target"), 5, "cannot be written")
     assert everything(tmp_path / "target") == {"x": "EVIL"}
     assert (tmp_path / "target/x").stat().st_mode & 0o7777 == 0o777
 
 
-def test_a_tree_without_an_end_is_left_at_some_depth(
-    cli: Cli, hostile: tuple[str, dict[str, list[dict[str, Any]]]], tmp_path: Path
-) -> None:
-    url, listings = hostile
-    listings.update({"/d" + "/n" * depth: [HostileDaemon._info("n", "dir")] for depth in range(200)})
-    check(cli.ask("cp", f"{SANDBOX}:/d", str(tmp_path / "target"), "--url", url), 2, "directories deep")
+def test_a_tree_without_an_end_is_left_at_some_depth(cli: Cli, hostile: Hostile, tmp_path: Path) -> None:
+    hostile.listings.update({"/d" + "/n" * depth: [info("n", "dir")] for depth in range(200)})
+    check(hostile.copy(cli, "/d", tmp_path / "target"), 2, "directories deep")

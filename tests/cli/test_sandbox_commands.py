@@ -1,7 +1,5 @@
 """Sandboxes through the command line and a daemon: fork, list, run, look, pause, end."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -12,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_cases import DEADLINE_S, Cli, check, eventually, is_alive
+from cli_cases import DEADLINE_S, Cli, check, without
+from support_processes import has_ended, wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -80,7 +79,7 @@ def test_a_list_can_be_filtered(warm: Cli) -> None:
 def test_no_id_is_cut_off_on_a_narrow_terminal(warm: Cli, columns: int) -> None:
     [info] = warm.json("fork", "warm", "--timeout", "60", "-l", "label=" + "rather-long-" * 5)
     os.kill(info["pid"], signal.SIGKILL)
-    eventually(lambda: warm.json("ls", "--state", "dead"))
+    wait_until(lambda: warm.json("ls", "--state", "dead"))
     shown = warm.ask("ls", COLUMNS=str(columns), FORCE_COLOR="1", NO_COLOR="1").stdout
     assert info["id"] in shown and info["guest_addr"] in shown
     listed = warm.ask("snapshot", "ls", COLUMNS=str(columns), FORCE_COLOR="1", NO_COLOR="1").stdout
@@ -91,87 +90,64 @@ def test_an_empty_list_has_its_heading_and_says_what_to_do(warm: Cli) -> None:
     done = warm.ask("ls")
     assert (done.returncode, done.stdout.split()) == (0, ["ID", "SNAPSHOT", "STATE", "AGE", "ADDRESS"])
     assert "forkd fork TAG" in done.stderr
-    assert warm.ask("ls", "--tag", "x").stderr == "No sandbox is like that\n"
+    assert warm.ask("ls", "--tag", "x").stderr == "No sandbox matches tag x\n"
     assert warm.ask("ls", "-q").stdout == ""
 
 
-def test_a_command_writes_to_both_streams_and_its_exit_code_is_ours(warm: Cli) -> None:
-    sandbox = warm.fork()
+def test_a_command_writes_to_both_streams_and_its_exit_code_is_ours(warm: Cli, sandbox: str) -> None:
     done = warm.ask("exec", sandbox, "--", "sh", "-c", "echo out; echo err >&2; exit 7")
     assert (done.returncode, done.stdout, done.stderr) == (7, "out\n", "err\n")
     assert warm.ask("exec", sandbox, "sh", "-c", "kill -9 $$").returncode == 137
     done = warm.ask("exec", sandbox, "-w", "/tmp", "-e", "A=b", "--", "sh", "-c", "pwd; echo $A")
     assert done.stdout == "/tmp\nb\n"
-    assert json.loads(warm.ask("exec", "--json", sandbox, "--", "sh", "-c", "echo hi; kill $$").stdout) == {
-        "stdout": "hi\n",
-        "stderr": "",
-        "exit_code": -15,
-        "truncated": False,
-    }
+    whole = json.loads(warm.ask("exec", "--json", sandbox, "--", "sh", "-c", "echo hi; kill $$").stdout)
+    assert whole == {"stdout": "hi\n", "stderr": "", "exit_code": -15, "truncated": False}
     assert warm.ask("exec", "--json", sandbox, "--", "sh", "-c", "kill $$").returncode == 143
 
 
-def test_a_command_that_cannot_run_or_takes_too_long_is_an_error(warm: Cli) -> None:
-    sandbox = warm.fork()
+def test_a_command_that_cannot_run_or_takes_too_long_is_an_error(warm: Cli, sandbox: str) -> None:
     check(warm.ask("exec", sandbox, "--", "no-such-program"), 15, "No such file", "Check no-such-program")
     check(warm.ask("exec", sandbox, "--timeout", "0.3", "--", "sleep", "60"), 12, "within 0.3 s")
     refused = warm.ask("exec", sandbox, "--json", "-i", "--", "true")
     assert (refused.returncode, json.loads(refused.stdout)["code"]) == (2, "invalid_input")
-    check(warm("exec", "-it", sandbox, "--", "true"), 2, "-t is for a terminal")
+    check(warm("exec", "-it", sandbox, "--", "true"), 2, "-t needs a terminal")
     check(warm("shell", sandbox), 2, "A shell needs a terminal")
     check(warm.ask("exec", "sb-0000000000", "--", "true"), 3)
     check(warm.ask("exec", "nope", "--", "true"), 3, "There is no sandbox nope", "forkd ls")
 
 
-def test_output_comes_as_it_is_written(warm: Cli) -> None:
-    sandbox = warm.fork()
+def test_output_comes_as_it_is_written(warm: Cli, sandbox: str) -> None:
     process = warm.start("exec", sandbox, "--", "sh", "-c", "echo first; sleep 60")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "first\n"
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=DEADLINE_S)
+    assert process.line() == "first\n"
+    process.finish(signal.SIGINT)
     assert process.returncode == 130
 
 
-def test_bytes_that_are_no_text_arrive_as_they_were(warm: Cli) -> None:
-    sandbox = warm.fork()
-    process = subprocess.run(
-        warm.command("exec", sandbox, "--", "sh", "-c", r"printf '\377\000\n'"),
-        env=warm.env,
-        capture_output=True,
-        timeout=DEADLINE_S,
-    )
-    assert process.stdout == b"\xff\0\n"
+def test_bytes_that_are_no_text_arrive_as_they_were(warm: Cli, sandbox: str) -> None:
+    command = warm.command("exec", sandbox, "--", "sh", "-c", r"printf '\377\000\n'")
+    done = subprocess.run(command, env=warm.env, capture_output=True, timeout=DEADLINE_S)
+    assert done.stdout == b"\xff\0\n"
 
 
 @pytest.mark.parametrize("words", [[], ["-i"]], ids=["plain", "-i"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_kills_the_command_in_the_guest(warm: Cli, words: list[str], number: int) -> None:
-    sandbox = warm.fork()
+def test_a_signal_kills_the_command_in_the_guest(warm: Cli, sandbox: str, words: list[str], number: int) -> None:
     process = warm.start("exec", sandbox, *words, "--", "sh", "-c", "echo $$; exec sleep 60", stdin=subprocess.PIPE)
-    assert process.stdout is not None
-    guest = int(process.stdout.readline())
-    assert is_alive(guest)
-    process.send_signal(number)
-    process.communicate(timeout=DEADLINE_S)
+    guest = int(process.line())
+    assert not has_ended(guest)
+    process.finish(number)
     assert process.returncode == 128 + number
-    eventually(lambda: not is_alive(guest))
+    wait_until(lambda: has_ended(guest))
 
 
-def test_a_reader_that_goes_away_ends_the_command(warm: Cli) -> None:
-    sandbox = warm.fork()
+def test_a_reader_that_goes_away_ends_the_command(warm: Cli, sandbox: str) -> None:
     process = warm.start("exec", sandbox, "--", "sh", "-c", "echo $$; exec yes")
-    assert process.stdout is not None and process.stderr is not None
-    guest = int(process.stdout.readline())
-    process.stdout.close()
-    assert process.wait(DEADLINE_S) == 0
-    assert process.stderr.read() == ""
-    process.stderr.close()
-    eventually(lambda: not is_alive(guest))
+    guest = int(process.line())
+    assert process.unread() == (0, "")
+    wait_until(lambda: has_ended(guest))
 
 
-def test_standard_input_is_passed_on_when_asked(warm: Cli) -> None:
-    sandbox = warm.fork()
+def test_standard_input_is_passed_on_when_asked(warm: Cli, sandbox: str) -> None:
     data = bytes(range(256)) * 2000
     assert warm("exec", "-i", sandbox, "--", "wc", "-c", stdin=data).stdout.split() == [str(len(data))]
     assert warm("exec", sandbox, "--", "cat", stdin="unheard").stdout == ""
@@ -179,8 +155,7 @@ def test_standard_input_is_passed_on_when_asked(warm: Cli) -> None:
     assert warm("exec", "-i", sandbox, "--", "sh", "-c", "exit 3", stdin=data * 10).returncode == 3
 
 
-def test_code_is_evaluated_where_the_warm_up_left_off(warm: Cli) -> None:
-    sandbox = warm.fork()
+def test_code_is_evaluated_where_the_warm_up_left_off(warm: Cli, sandbox: str) -> None:
     assert warm.ask("eval", sandbox, "x + 1").stdout == "42\n"
     done = warm.ask("eval", sandbox, "import sys; print('a'); print('b', file=sys.stderr)")
     assert (done.returncode, done.stdout, done.stderr) == (0, "a\n", "b\n")
@@ -195,21 +170,18 @@ def test_code_is_evaluated_where_the_warm_up_left_off(warm: Cli) -> None:
     check(warm("eval", sandbox, "-", stdin=b"\xff"), 2, "not UTF-8")
 
 
-def test_a_value_cannot_play_tricks_with_the_terminal(warm: Cli) -> None:
-    sandbox = warm.fork()
+def test_a_value_cannot_play_tricks_with_the_terminal(warm: Cli, sandbox: str) -> None:
     code = "class Trick:\n  def __repr__(self): return '\\x1b]0;owned\\x07'\nTrick()"
     assert warm.ask("eval", sandbox, code).stdout == "\\x1b]0;owned\\x07\n"
 
 
-def test_an_id_can_be_shortened(warm: Cli) -> None:
-    sandbox = warm.fork()
+def test_an_id_can_be_shortened(warm: Cli, sandbox: str) -> None:
     assert warm.ask("eval", sandbox[3:8], "x").stdout == "41\n"
     assert warm.ask("eval", sandbox[:8], "x").stdout == "41\n"
     assert warm.ask("rm", sandbox[3:9]).stdout == f"{sandbox}\n"
 
 
-def test_a_paused_sandbox_says_so_until_it_is_resumed(warm: Cli) -> None:
-    sandbox = warm.fork()
+def test_a_paused_sandbox_says_so_until_it_is_resumed(warm: Cli, sandbox: str) -> None:
     shown = warm.ask("pause", sandbox)
     assert "paused" in shown.stdout
     assert warm.json("pause", sandbox)[0]["state"] == "paused"
@@ -217,6 +189,30 @@ def test_a_paused_sandbox_says_so_until_it_is_resumed(warm: Cli) -> None:
     assert warm.json("resume", sandbox)[0]["state"] == "running"
     assert warm.ask("exec", sandbox, "--", "true").returncode == 0
     check(warm.ask("pause", "sb-0000000000"), 3)
+
+
+def test_a_name_can_be_typed_in_place_of_an_id(warm: Cli, sandbox: str) -> None:
+    assert "NAME" not in warm.ask("ls").stdout
+    assert warm.json("rename", sandbox, "web")["name"] == "web"
+    heading, row = warm.ask("ls").stdout.splitlines()
+    assert heading.split()[:2] == ["ID", "NAME"] and row.split()[:2] == [sandbox, "web"]
+    assert f"{sandbox}  web  running" in warm.ask("tree").stdout
+    assert warm.ask("eval", "web", "x").stdout == "41\n"
+    assert warm.json("pause", "web", sandbox)[0]["id"] == sandbox
+    assert warm.ask("resume", "web").returncode == 0
+    assert "sandbox.renamed" in warm.ask("events", "--sandbox", "web").stdout
+    other = warm.fork()
+    check(warm.ask("rename", other, "web"), 4, "Another sandbox is named web")
+    check(warm.ask("rename", other, "sb-web"), 2, "must not start with sb-")
+    check(warm.ask("rename", other, "a b"), 2, "not a legal sandbox name")
+    check(warm.ask("rename", "nope", "web"), 3)
+    # A name that is also the beginning of an id is a name.
+    assert warm.ask("rename", "web", other.removeprefix("sb-")[:4]).returncode == 0
+    assert warm.json("ls")[0]["name"] == other.removeprefix("sb-")[:4]
+    assert warm.ask("rm", other.removeprefix("sb-")[:4]).stdout == f"{sandbox}\n"
+    assert warm.json("rename", other, "web")["name"] == "web"
+    assert warm.json("rename", "web")["name"] is None
+    check(warm.ask("rm", "web"), 3)
 
 
 def test_sandboxes_are_ended_by_id_by_tag_by_label_or_all(warm: Cli) -> None:
@@ -245,7 +241,7 @@ def test_the_console_is_shown_also_of_a_dead_sandbox(warm: Cli) -> None:
     time.sleep(0.5)
     assert following.poll() is None
     os.kill(info["pid"], signal.SIGKILL)
-    following.communicate(timeout=DEADLINE_S)
+    following.finish()
     assert following.returncode == 0
     assert warm.json("ls")[0]["state"] == "dead"
     listed = warm.ask("ls").stdout
@@ -264,8 +260,7 @@ def test_the_tree_has_snapshots_and_their_sandboxes(warm: Cli) -> None:
     assert lineage["orphans"] == []
 
 
-def test_events_are_listed_and_followed(warm: Cli) -> None:
-    sandbox = warm.fork()
+def test_events_are_listed_and_followed(warm: Cli, sandbox: str) -> None:
     events = warm.json("events", "--sandbox", sandbox)
     assert [event["type"] for event in events] == ["sandbox.created", "sandbox.running"]
     last = events[-1]["id"]
@@ -275,12 +270,10 @@ def test_events_are_listed_and_followed(warm: Cli) -> None:
     lines = warm.ask("events", "--sandbox", sandbox).stdout.splitlines()
     assert len(lines) == 2 and sandbox in lines[0] and "sandbox.created" in lines[0]
     following = warm.start("events", "-f", "--since", str(last), "--json")
-    assert following.stdout is not None
     assert warm.ask("rm", sandbox).returncode == 0
-    event = json.loads(following.stdout.readline())
+    event = json.loads(following.line())
     assert (event["type"], event["sandbox_id"]) == ("sandbox.removed", sandbox)
-    following.send_signal(signal.SIGINT)
-    following.communicate(timeout=DEADLINE_S)
+    following.finish(signal.SIGINT)
     assert following.returncode == 130
 
 
@@ -293,28 +286,27 @@ print(*sorted(sys.modules))
 
 
 @pytest.mark.parametrize("words", [["ls", "--json"], ["exec", "SANDBOX", "--", "true"], ["eval", "SANDBOX", "None"]])
-def test_a_command_that_asks_the_daemon_imports_nothing_of_the_servers_side(warm: Cli, words: list[str]) -> None:
-    sandbox = warm.fork()
+def test_a_command_that_asks_the_daemon_imports_nothing_of_the_servers_side(
+    warm: Cli, sandbox: str, words: list[str]
+) -> None:
     words = [sandbox if word == "SANDBOX" else word for word in words]
     command = [sys.executable, "-c", _SAY_WHAT_WAS_IMPORTED, *words]
     done = subprocess.run(command, env=warm.env, capture_output=True, text=True, timeout=DEADLINE_S)
     assert (done.returncode, done.stderr) == (0, "")
     imported = set(done.stdout.splitlines()[-1].split())
     assert "forkd.client.controller" in imported
-    server = {"fastapi", "starlette", "uvicorn", "qemu", "pydantic", "prometheus_client", "sqlite3", "rich", "click"}
+    server = {"starlette", "uvicorn", "qemu", "pydantic", "prometheus_client", "sqlite3", "rich", "click"}
     ours = {f"forkd.{name}" for name in ("daemon", "runtime", "store", "engines", "guest", "image", "agent", "host")}
     assert imported & (server | ours) == set()
 
 
 def test_without_the_servers_packages_all_but_tables_work(warm: Cli, tmp_path: Path) -> None:
-    (tmp_path / "rich").mkdir()
-    (tmp_path / "rich/__init__.py").write_text("raise ModuleNotFoundError('No module named rich', name='rich')")
-    without = {"PYTHONPATH": str(tmp_path)}
-    sandbox = warm("fork", "warm", "-q", **without).stdout.strip()
-    assert json.loads(warm("ls", "--json", **without).stdout)[0]["id"] == sandbox
-    assert warm("exec", sandbox, "--", "echo", "hi", **without).stdout == "hi\n"
-    check(warm("ls", **without), 5, "needs the Python package rich", "pip install 'forkd[server]'")
-    assert warm("rm", sandbox, **without).returncode == 0
+    base = without(tmp_path, "rich")
+    sandbox = warm("fork", "warm", "-q", **base).stdout.strip()
+    assert json.loads(warm("ls", "--json", **base).stdout)[0]["id"] == sandbox
+    assert warm("exec", sandbox, "--", "echo", "hi", **base).stdout == "hi\n"
+    check(warm("ls", **base), 5, "needs the Python package rich", "pip install 'forkd[server]'")
+    assert warm("rm", sandbox, **base).returncode == 0
 
 
 def test_a_workspace_is_made_suspended_resumed_and_removed(warm: Cli) -> None:

@@ -1,24 +1,18 @@
 """`forkd snapshot` through a daemon: make, list, look, replace, remove, and what goes wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
-from cli_cases import Cli, Done, check
+from cli_cases import Cli, check
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-
-
-def create(cli: Cli, tag: str, *words: str) -> Done:
-    return cli.ask("snapshot", "create", "--image", "small", "--tag", tag, *words)
 
 
 def test_a_snapshot_is_created_listed_inspected_replaced_and_removed(warm: Cli, tmp_path: Path) -> None:
     script = tmp_path / "warm.py"
     script.write_text("past = 'äöü'\n")
-    made = create(warm, "other", "--warm-script", str(script), "--memory", "300", "--json")
+    made = warm.create("other", "--warm-script", str(script), "--memory", "300", "--json")
     assert made.returncode == 0, made.stdout
     assert made.stderr == ""
     facts = json.loads(made.stdout)
@@ -30,8 +24,8 @@ def test_a_snapshot_is_created_listed_inspected_replaced_and_removed(warm: Cli, 
     assert warm.ask("snapshot", "ls", "-q").stdout == "other\nwarm\n"
     assert warm.json("snapshot", "inspect", "other") == facts
     assert facts["image_id"] in warm.ask("snapshot", "inspect", "other").stdout
-    check(create(warm, "other"), 4, "exists already")
-    done = create(warm, "other", "--warm", "new = 1", "--replace")
+    check(warm.create("other"), 4, "exists already")
+    done = warm.create("other", "--warm", "new = 1", "--replace")
     assert done.returncode == 0
     assert done.stdout.startswith("other  ") and done.stdout.endswith(" MiB on disk\n")
     assert warm.json("snapshot", "inspect", "other")["warm"] == "new = 1"
@@ -41,14 +35,14 @@ def test_a_snapshot_is_created_listed_inspected_replaced_and_removed(warm: Cli, 
 
 
 def test_a_rehearsal_is_shown_with_its_snapshot(warm: Cli) -> None:
-    made = create(warm, "other", "--rehearse", "sum(range(9))", "--json")
+    made = warm.create("other", "--rehearse", "sum(range(9))", "--json")
     assert made.returncode == 0, made.stdout
     assert json.loads(made.stdout)["rehearsal"] == "sum(range(9))"
     assert "sum(range(9))" in warm.ask("snapshot", "inspect", "other").stdout
 
 
 def test_an_engine_without_templates_refuses_to_warm_a_snapshot(warm: Cli) -> None:
-    check(warm.ask("snapshot", "warm", "warm"), 17, "There are no templates here: the engine fake", "forkd doctor")
+    check(warm.ask("snapshot", "warm", "warm"), 17, "Templates are not available: the engine fake", "forkd doctor")
     check(warm.ask("snapshot", "warm", "nothing"), 3, "There is no snapshot nothing", "forkd snapshot ls")
     check(warm.ask("snapshot", "warm", "a/b"), 2, "is not a legal snapshot tag")
     assert json.loads(warm.ask("snapshot", "warm", "warm", "--json").stdout)["code"] == "unsupported"
@@ -63,34 +57,34 @@ def test_what_is_unknown_is_not_found_and_how_to_find_it_is_told(warm: Cli) -> N
 
 
 def test_a_traceback_of_the_warm_up_is_in_the_error(warm: Cli) -> None:
-    done = create(warm, "bad", "--warm", "1 / 0")
+    done = warm.create("bad", "--warm", "1 / 0")
     assert done.returncode == 13
     assert "error: The warm-up raised ZeroDivisionError: division by zero\n" in done.stderr
     assert "  | Traceback" in done.stderr
-    shown = create(warm, "bad", "--warm", "1 / 0", "--json")
+    shown = warm.create("bad", "--warm", "1 / 0", "--json")
     assert "ZeroDivisionError" in json.loads(shown.stdout)["details"]
     # The attempt is remembered, as a failure, until it is removed or made again.
     listed = warm.ask("snapshot", "ls")
     assert [line.split()[0] for line in listed.stdout.splitlines()] == ["TAG", "warm"]
     assert "warning: bad: The warm-up raised" in listed.stderr and "forkd snapshot rm bad" in listed.stderr
-    assert create(warm, "bad", "--warm", "1").returncode == 0
+    assert warm.create("bad", "--warm", "1").returncode == 0
     assert "warning" not in warm.ask("snapshot", "ls").stderr
 
 
 def test_a_cpu_template_is_refused_by_an_engine_that_has_none(warm: Cli) -> None:
-    check(create(warm, "bad", "--cpu-template", "T2"), 17, "The engine fake has no CPU template T2", "firecracker")
+    check(warm.create("bad", "--cpu-template", "T2"), 17, "The engine fake has no CPU template T2", "firecracker")
     assert warm.ask("snapshot", "rm", "bad").returncode == 0
 
 
 def test_a_warm_up_that_cannot_be_is_refused(warm: Cli) -> None:
-    check(create(warm, "bad", "--warm-timeout", "0"), 2)
-    check(create(warm, "bad", "--warm-script", "/dev/zero"), 2, "larger than")
+    check(warm.create("bad", "--warm-timeout", "0"), 2)
+    check(warm.create("bad", "--warm-script", "/dev/zero"), 2, "larger than")
     assert warm.tags() == ["warm"]
 
 
 def test_a_long_tag_is_not_folded_for_who_reads_a_pipe(warm: Cli) -> None:
     tag = "t" * 64
-    assert create(warm, tag, "--warm", "x = 'a rather long piece of code'").returncode == 0
+    assert warm.create(tag, "--warm", "x = 'a rather long piece of code'").returncode == 0
     lines = warm.ask("snapshot", "ls").stdout.splitlines()
     assert len(lines) == 3
     assert lines[1].startswith(tag + " ")
@@ -98,7 +92,7 @@ def test_a_long_tag_is_not_folded_for_who_reads_a_pipe(warm: Cli) -> None:
 
 def test_several_snapshots_are_removed_together_or_not_at_all(warm: Cli) -> None:
     for tag in ("a", "b"):
-        assert create(warm, tag).returncode == 0
+        assert warm.create(tag).returncode == 0
     check(warm.ask("snapshot", "rm", "a", "nothing", "b"), 3, "There is no snapshot nothing")
     check(warm.ask("snapshot", "rm", "a", "b/c"), 2, "not a legal snapshot tag")
     assert warm.tags() == ["a", "b", "warm"]
@@ -107,7 +101,7 @@ def test_several_snapshots_are_removed_together_or_not_at_all(warm: Cli) -> None
 
 
 def test_a_damaged_snapshot_is_listed_as_such_beside_the_others_and_can_be_removed(warm: Cli) -> None:
-    assert create(warm, "hurt").returncode == 0
+    assert warm.create("hurt").returncode == 0
     (warm.snapshots / "hurt/manifest.json").write_text("{")
     done = warm.ask("snapshot", "ls")
     assert done.returncode == 0

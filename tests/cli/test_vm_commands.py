@@ -1,20 +1,19 @@
 """The command line with real VMs: the demo, snapshots, and what bad input and bad luck get."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from cli_cases import Cli, Done, Running, ended
+from support_images import made_home
+from support_mounts import as_root, small_disk
+from support_processes import find_processes, wait_until
 
 from forkd.errors import Unsupported
 from forkd.host.paths import Home
@@ -22,86 +21,52 @@ from forkd.image import Image
 
 pytestmark = [pytest.mark.vm, pytest.mark.usefixtures("nothing_left")]
 
-_DEADLINE_S = 200
+LONG = ("--image", "python", "--warm", "import time; time.sleep(100)")
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory, built_home: Home, python_image: Image) -> Path:
+def home(tmp_path_factory: pytest.TempPathFactory, built_home: Home, python_image: Image) -> Iterator[Home]:
     """A home of its own, with the image of the shared one."""
-    root = tmp_path_factory.mktemp("home")
-    (root / "images").symlink_to(built_home.images)
-    return root
-
-
-@contextmanager
-def runtime_directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as path:
-        yield Path(path)
-        assert list(Path(path).glob("vms/*")) == []
-
-
-def environment(home: Path, runtime: Path) -> dict[str, str]:
-    return {**os.environ, "FORKD_HOME": str(home), "FORKD_RUNTIME_DIR": str(runtime), "FORKD_BIND": "none"}
-
-
-def down(env: dict[str, str]) -> None:
-    done = forkd(env, "down")
-    assert done.returncode == 0, done.stderr
+    with made_home(tmp_path_factory.mktemp("home"), built_home.images) as made:
+        yield made
 
 
 @pytest.fixture
-def env(home: Path, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Of commands whose daemon, if they start one, is ended after the test."""
-    with runtime_directory() as runtime:
-        made = environment(home, runtime)
+def cli(home: Home) -> Iterator[Cli]:
+    """The daemon, if commands start one, is ended afterwards."""
+    with ended(Cli(home, real=True)) as made:
         yield made
-        down(made)
-    assert [path.name for path in (home / "snapshots").glob(".*")] == []
+    assert [path.name for path in home.snapshots.glob(".*")] == []
 
 
-def forkd(env: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "forkd.cli.main", *args]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=_DEADLINE_S)
+def create(cli: Cli, tag: str, *words: str, **env: str) -> Done:
+    return cli("snapshot", "create", "--tag", tag, "--image", "python", "--memory", "256", *words, **env)
 
 
-def create(env: dict[str, str], tag: str, *args: str) -> subprocess.CompletedProcess[str]:
-    return forkd(env, "snapshot", "create", "--tag", tag, "--image", "python", "--memory", "256", *args)
+def usable(cli: Cli) -> list[str]:
+    return [entry["tag"] for entry in cli.json("snapshot", "ls") if entry["status"] != "failed"]
 
 
-def tags(env: dict[str, str]) -> list[str]:
-    listed = json.loads(forkd(env, "snapshot", "ls", "--json").stdout)
-    return [entry["tag"] for entry in listed if entry["status"] != "failed"]
-
-
-def machines(env: dict[str, str]) -> list[int]:
+def machines(cli: Cli) -> list[int]:
     """The VMs whose files are in this runtime directory, templates aside."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            words = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        ours = b"qemu-system" in words and os.fsencode(env["FORKD_RUNTIME_DIR"]) in words
-        if entry.name.isdigit() and ours and b"\0forkd-template-" not in words:
-            found.append(int(entry.name))
-    return found
+    of_vms = {*find_processes(command=str(cli.runtime))} & {*find_processes(command="qemu-system")}
+    return sorted(of_vms - {*find_processes(command="\0forkd-template-")})
 
 
-def wait_for_machine(env: dict[str, str], process: subprocess.Popen[str]) -> int:
-    while not (found := machines(env)):
+def wait_for_machine(cli: Cli, process: Running) -> int:
+    while not (found := machines(cli)):
         assert process.poll() is None
         time.sleep(0.01)
     return found[0]
 
 
 @pytest.fixture(scope="module")
-def original(home: Path) -> Path:
-    with runtime_directory() as runtime:
-        made = create(environment(home, runtime), "victim", "--json")
-        down(environment(home, runtime))
+def original(home: Home) -> Path:
+    with ended(Cli(home, real=True)) as cli:
+        made = create(cli, "victim", "--json")
     assert made.returncode == 0, made.stderr
     assert json.loads(made.stdout)["tag"] == "victim"
-    return home / "snapshots/victim"
+    return home.snapshots / "victim"
 
 
 @pytest.fixture
@@ -113,10 +78,8 @@ def victim(original: Path, tmp_path: Path) -> Path:
     return tmp_path / "snapshots/victim"
 
 
-def test_the_demo_forks_evaluates_and_proves(env: dict[str, str]) -> None:
-    run = forkd(env, "demo", "-n", "4", "--json")
-    assert run.returncode == 0, run.stderr
-    result = json.loads(run.stdout)
+def test_the_demo_forks_evaluates_and_proves(cli: Cli) -> None:
+    result = cli.json("demo", "-n", "4")
     assert (result["n"], result["ok"], result["distinct"]) == (4, 4, 4)
     assert result["isolation"].startswith("qemu-")
     assert 0 < result["fork_one_s"] < result["cold_boot_s"]
@@ -126,7 +89,7 @@ def test_the_demo_forks_evaluates_and_proves(env: dict[str, str]) -> None:
     forked = result["way"] == "fork"
     assert forked or result["way"] == "start"
     assert (result["template_s"] is not None) == (result["template_mib"] is not None) == forked
-    again = forkd(env, "demo", "-n", "2")
+    again = cli("demo", "-n", "2")
     assert again.returncode == 0
     assert "booting the parent" not in again.stderr  # the stored parent is used again
     assert "2 of 2 VMs" in again.stdout
@@ -135,201 +98,153 @@ def test_the_demo_forks_evaluates_and_proves(env: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("moment", ["booting the parent", "warming up"])
-def test_a_signal_while_a_snapshot_is_made_leaves_nothing(env: dict[str, str], moment: str, number: int) -> None:
-    args = ["snapshot", "create", "--tag", "never", "--image", "python", "--warm", "import time; time.sleep(100)"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "forkd.cli.main", *args],
-        env=env,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if moment in line:
-            break
+def test_a_signal_while_a_snapshot_is_made_leaves_nothing(cli: Cli, moment: str, number: int) -> None:
+    process = cli.start("snapshot", "create", "--tag", "never", *LONG)
+    process.until(moment)
     time.sleep(0.5)
-    process.send_signal(number)
-    process.send_signal(number)  # the impatient press it twice
-    process.communicate(timeout=30)
+    process.finish(number, times=2)  # the impatient press it twice
     assert process.returncode == (130 if number == signal.SIGINT else 143)
-    assert "never" not in tags(env)
+    assert "never" not in usable(cli)
 
 
-def test_a_signal_while_the_demo_forks_leaves_nothing(env: dict[str, str]) -> None:
-    assert forkd(env, "demo", "-n", "1", "--json").returncode == 0
-    process = subprocess.Popen(
-        [sys.executable, "-m", "forkd.cli.main", "demo", "-n", "40"], env=env, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "forking 40" in line:
-            break
-    wait_for_machine(env, process)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+def test_a_signal_while_the_demo_forks_leaves_nothing(cli: Cli) -> None:
+    if "demo" not in usable(cli):
+        assert cli("demo", "-n", "1", "--json").returncode == 0
+    process = cli.start("demo", "-n", "40")
+    process.until("forking 40")
+    wait_for_machine(cli, process)
+    process.finish(signal.SIGINT)
     assert process.returncode == 130
 
 
-def test_a_snapshot_goes_on_without_its_command_and_can_be_given_up(env: dict[str, str]) -> None:
-    assert forkd(env, "up").returncode == 0
-    args = ["snapshot", "create", "--tag", "never", "--image", "python", "--warm", "import time; time.sleep(100)"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "forkd.cli.main", *args], env=env, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    process.stderr.readline()
-    process.kill()
-    process.wait()
-    process.stderr.close()
-    [made] = [each for each in json.loads(forkd(env, "snapshot", "ls", "--json").stdout) if each["tag"] == "never"]
+def test_a_snapshot_goes_on_without_its_command_and_can_be_given_up(cli: Cli) -> None:
+    assert cli("up").returncode == 0
+    process = cli.start("snapshot", "create", "--tag", "never", *LONG)
+    process.until("")
+    process.finish(signal.SIGKILL)
+    [made] = [each for each in cli.json("snapshot", "ls") if each["tag"] == "never"]
     assert made["status"] == "writing"
-    deadline = time.monotonic() + 30
-    while not machines(env) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(machines(env)) == 1
-    assert forkd(env, "snapshot", "rm", "never").returncode == 0
-    assert machines(env) == []
-    assert "never" not in tags(env)
+    wait_until(lambda: machines(cli))
+    assert len(machines(cli)) == 1
+    assert cli("snapshot", "rm", "never").returncode == 0
+    assert machines(cli) == []
+    assert "never" not in usable(cli)
 
 
-def test_a_fork_runs_answers_stays_and_ends(env: dict[str, str], original: Path) -> None:
-    done = forkd(env, "fork", "victim", "-n", "2", "--json")
-    assert done.returncode == 0, done.stderr
-    one, two = (info["id"] for info in json.loads(done.stdout))
-    kernel = forkd(env, "exec", one, "--", "uname", "-sn").stdout
-    assert kernel.startswith("Linux ") and kernel != forkd(env, "exec", two, "--", "uname", "-sn").stdout
-    assert forkd(env, "eval", one, "6 * 7").stdout == "42\n"
-    source = Path(env["FORKD_HOME"]) / "sent"
+def test_a_fork_runs_answers_stays_and_ends(cli: Cli, original: Path) -> None:
+    one, two = (info["id"] for info in cli.json("fork", "victim", "-n", "2"))
+    kernel = cli("exec", one, "--", "uname", "-sn").stdout
+    assert kernel.startswith("Linux ") and kernel != cli("exec", two, "--", "uname", "-sn").stdout
+    assert cli("eval", one, "6 * 7").stdout == "42\n"
+    source = cli.home / "sent"
     source.write_text("to the guest")
-    assert forkd(env, "cp", str(source), f"{one}:/tmp/").returncode == 0
-    assert forkd(env, "exec", one, "--", "cat", "/tmp/sent").stdout == "to the guest"
-    assert forkd(env, "exec", two, "--", "cat", "/tmp/sent").returncode == 1
-    assert forkd(env, "cp", f"{one}:/tmp/sent", "-").stdout == "to the guest"
-    assert forkd(env, "pause", one).returncode == 0
-    assert forkd(env, "resume", one).returncode == 0
-    assert forkd(env, "down", "--keep").returncode == 0
-    assert forkd(env, "eval", one, "_ if False else 43").stdout == "43\n"
-    assert sorted(forkd(env, "rm", "--all").stdout.split()) == sorted([one, two])
+    assert cli("cp", str(source), f"{one}:/tmp/").returncode == 0
+    assert cli("exec", one, "--", "cat", "/tmp/sent").stdout == "to the guest"
+    assert cli("exec", two, "--", "cat", "/tmp/sent").returncode == 1
+    assert cli("cp", f"{one}:/tmp/sent", "-").stdout == "to the guest"
+    assert cli("pause", one).returncode == 0
+    assert cli("resume", one).returncode == 0
+    assert cli("down", "--keep").returncode == 0
+    assert cli("eval", one, "_ if False else 43").stdout == "43\n"
+    assert sorted(cli("rm", "--all").stdout.split()) == sorted([one, two])
 
 
-def test_a_snapshot_is_warmed_and_its_template_is_shown(env: dict[str, str], original: Path) -> None:
-    done = forkd(env, "snapshot", "warm", "victim")
+def test_a_snapshot_is_warmed_and_its_template_is_shown(cli: Cli, original: Path) -> None:
+    done = cli("snapshot", "warm", "victim")
     if done.returncode == Unsupported.exit_code:
         pytest.skip(done.stderr)
     assert done.stdout.startswith("victim  template of ") and " MiB, made in " in done.stdout, done.stderr
-    warmed = json.loads(forkd(env, "snapshot", "warm", "victim", "--json").stdout)
+    warmed = cli.json("snapshot", "warm", "victim")
     assert (warmed["tag"], warmed["forks"]) == ("victim", 0)
-    assert json.loads(forkd(env, "status", "--json").stdout)["templates"] == [warmed]
-    assert f"1, {warmed['memory_bytes'] / 2**20:.1f} MiB" in forkd(env, "status").stdout
-    heading, *rows = forkd(env, "snapshot", "ls").stdout.splitlines()
+    assert cli.json("status")["templates"] == [warmed]
+    assert f"1, {warmed['memory_bytes'] / 2**20:.1f} MiB" in cli("status").stdout
+    heading, *rows = cli("snapshot", "ls").stdout.splitlines()
     assert "TEMPLATE" in heading
     assert [row.split()[0] for row in rows if " yes" in row] == ["victim"]
-    assert forkd(env, "fork", "victim", "-n", "2").returncode == 0
-    assert [info["way"] for info in json.loads(forkd(env, "ls", "--json").stdout)] == ["fork", "fork"]
-    assert forkd(env, "rm", "--all").returncode == 0
-    assert json.loads(forkd(env, "status", "--json").stdout)["templates"][0]["forks"] == 2
+    assert cli("fork", "victim", "-n", "2").returncode == 0
+    assert [info["way"] for info in cli.json("ls")] == ["fork", "fork"]
+    assert cli("rm", "--all").returncode == 0
+    assert cli.json("status")["templates"][0]["forks"] == 2
 
 
-def test_a_fork_that_is_interrupted_leaves_no_vm(env: dict[str, str]) -> None:
+def test_a_fork_that_is_interrupted_leaves_no_vm(cli: Cli) -> None:
     # One that takes its time, however fast the machine is.
-    assert create(env, "slow", "--warm", "import forkd, time; forkd.on_fork(lambda: time.sleep(3))").returncode == 0
-    process = subprocess.Popen(
-        [sys.executable, "-m", "forkd.cli.main", "fork", "slow", "-n", "4"],
-        env=env,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    wait_for_machine(env, process)
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    assert create(cli, "slow", "--warm", "import forkd, time; forkd.on_fork(lambda: time.sleep(3))").returncode == 0
+    process = cli.start("fork", "slow", "-n", "4")
+    wait_for_machine(cli, process)
+    process.finish(signal.SIGINT)
     assert process.returncode == 130
-    assert json.loads(forkd(env, "ls", "--json").stdout) == []
-    assert machines(env) == []
-    assert forkd(env, "snapshot", "rm", "slow").returncode == 0
+    assert cli.json("ls") == []
+    assert machines(cli) == []
+    assert cli("snapshot", "rm", "slow").returncode == 0
 
 
-def test_a_warm_up_that_raises_shows_its_traceback(env: dict[str, str]) -> None:
-    run = create(env, "bad", "--warm", "import no_such_module")
-    assert run.returncode == 13
-    assert "ModuleNotFoundError" in run.stderr
-    assert "import no_such_module" in run.stderr
-    assert "bad" not in tags(env)
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--warm", "import no_such_module"], 13, ["ModuleNotFoundError", "import no_such_module"]),
+        (["--warm", "while True: pass", "--warm-timeout", "2"], 13, ["within 2 s", "--warm-timeout"]),
+        (["--warm-command", "echo nearly there; exit 4"], 13, ["exited with 4", "nearly there"]),
+        (
+            ["--warm", "open('/proc/sysrq-trigger', 'w').write('c')"],
+            11,
+            ["kernel panic", "Kernel panic - not syncing"],
+        ),
+    ],
+    ids=["raises", "hangs", "fails", "kills the guest"],
+)
+def test_a_warm_up_that_fails_says_how(cli: Cli, words: list[str], code: int, said: list[str]) -> None:
+    run = create(cli, "bad", *words)
+    assert run.returncode == code
+    assert all(each in run.stderr for each in said)
+    assert "bad" not in usable(cli)
 
 
-def test_a_warm_up_that_hangs_is_stopped(env: dict[str, str]) -> None:
-    run = create(env, "bad", "--warm", "while True: pass", "--warm-timeout", "2")
-    assert run.returncode == 13
-    assert "within 2 s" in run.stderr and "--warm-timeout" in run.stderr
-
-
-def test_a_warm_up_command_that_fails_shows_its_output(env: dict[str, str]) -> None:
-    run = create(env, "bad", "--warm-command", "echo nearly there; exit 4")
-    assert run.returncode == 13
-    assert "exited with 4" in run.stderr and "nearly there" in run.stderr
-
-
-def test_a_warm_up_that_kills_the_guest_shows_the_console(env: dict[str, str]) -> None:
-    run = create(env, "bad", "--warm", "open('/proc/sysrq-trigger', 'w').write('c')")
-    assert run.returncode == 11
-    assert "kernel panic" in run.stderr and "Kernel panic - not syncing" in run.stderr
-
-
-def test_memory_too_small_to_boot_is_said_at_once(env: dict[str, str]) -> None:
+def test_memory_too_small_to_boot_is_said_at_once(cli: Cli) -> None:
     begun = time.monotonic()
-    run = forkd(env, "snapshot", "create", "--tag", "tiny", "--image", "python", "--memory", "40")
+    run = cli("snapshot", "create", "--tag", "tiny", "--image", "python", "--memory", "40")
     assert run.returncode == 11
     assert "--memory" in run.stderr
     assert time.monotonic() - begun < 60
-    assert forkd(env, "snapshot", "create", "--tag", "tiny", "--image", "python", "--memory", "1").returncode == 2
+    assert cli("snapshot", "create", "--tag", "tiny", "--image", "python", "--memory", "1").returncode == 2
 
 
-def test_memory_that_the_host_does_not_have_is_refused(env: dict[str, str]) -> None:
-    run = forkd(env, "snapshot", "create", "--tag", "huge", "--image", "python", "--memory", "1000000")
+def test_memory_that_the_host_does_not_have_is_refused(cli: Cli) -> None:
+    run = cli("snapshot", "create", "--tag", "huge", "--image", "python", "--memory", "1000000")
     assert run.returncode == 6
     assert "available" in run.stderr
 
 
-def test_a_qemu_killed_while_the_parent_boots_is_a_typed_error(env: dict[str, str]) -> None:
+def test_a_qemu_killed_while_the_parent_boots_is_a_typed_error(cli: Cli) -> None:
     # A warm-up without an end: where the boot takes less than a second, the parent is still being made.
-    args = ["snapshot", "create", "--tag", "bad", "--image", "python", "--warm", "import time; time.sleep(100)"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "forkd.cli.main", *args], env=env, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    machine = wait_for_machine(env, process)
+    process = cli.start("snapshot", "create", "--tag", "bad", *LONG)
+    machine = wait_for_machine(cli, process)
     time.sleep(1)
     os.kill(machine, signal.SIGKILL)
-    said = process.stderr.read()
-    process.stderr.close()
-    assert process.wait(30) == 11
+    said = process.finish()
+    assert process.returncode == 11
     assert "crashed (killed by SIGKILL)" in said
 
 
-def test_a_missing_qemu_is_named_with_its_package(env: dict[str, str], tmp_path: Path) -> None:
+def test_a_missing_qemu_is_named_with_its_package(cli: Cli, tmp_path: Path) -> None:
     for tool in ("setpriv", "busybox"):
         found = shutil.which(tool)
         assert found
         (tmp_path / tool).symlink_to(found)
-    run = forkd({**env, "PATH": str(tmp_path)}, "snapshot", "create", "--tag", "x", "--image", "python")
+    run = cli("snapshot", "create", "--tag", "x", "--image", "python", PATH=str(tmp_path))
     assert run.returncode == 5
     assert "qemu" in run.stderr
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_a_full_disk_is_a_typed_error_and_leaves_nothing(env: dict[str, str], home: Path, tmp_path: Path) -> None:
-    small = tmp_path / "small"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "none", str(small)], check=True)
-    try:
-        (small / "images").symlink_to((home / "images").resolve())
-        run = create({**env, "FORKD_HOME": str(small)}, "full")
+@as_root
+def test_a_full_disk_is_a_typed_error_and_leaves_nothing(cli: Cli, home: Home, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", "60m") as small:
+        (small / "images").symlink_to(home.images.resolve())
+        run = create(cli, "full", FORKD_HOME=str(small))
+        assert cli("down", FORKD_HOME=str(small)).returncode == 0
         assert run.returncode == 6, run.stderr
         assert "space" in run.stderr
         assert list((small / "snapshots").iterdir()) == []
-    finally:
-        down({**env, "FORKD_HOME": str(small)})
-        subprocess.run(["umount", str(small)], check=True)
 
 
 @pytest.mark.parametrize(
@@ -343,10 +258,10 @@ def test_a_full_disk_is_a_typed_error_and_leaves_nothing(env: dict[str, str], ho
     ],
 )
 def test_a_damaged_snapshot_is_refused_by_the_name_of_the_file(
-    env: dict[str, str], victim: Path, name: str, harm: str, said: str
+    cli: Cli, victim: Path, name: str, harm: str, said: str
 ) -> None:
-    home = {**env, "FORKD_HOME": str(victim.parents[1])}
-    assert forkd(home, "snapshot", "inspect", "victim").returncode == 0
+    home = {"FORKD_HOME": str(victim.parents[1])}
+    assert cli("snapshot", "inspect", "victim", **home).returncode == 0
     path = victim / name
     path.chmod(0o600)
     if harm == "remove":
@@ -357,7 +272,7 @@ def test_a_damaged_snapshot_is_refused_by_the_name_of_the_file(
         with path.open("r+b") as file:
             file.seek(100)
             file.write(b"\0changed\0")
-    run = forkd(home, "fork", "victim")
+    run = cli("fork", "victim", **home)
     assert run.returncode == 8
     assert said in run.stderr
     assert (name if name != "manifest.json" else "manifest") in run.stderr

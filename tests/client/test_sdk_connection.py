@@ -1,29 +1,46 @@
-"""The two shells against a server on a real socket: what they send, when they send it again, what they raise."""
+"""Both controllers against a server on a real socket: what they send, when they send it again, what they raise."""
 
-from __future__ import annotations
-
+import asyncio
+import inspect
 import socket
 import threading
 import time
 from base64 import b64encode
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from both import BOTH, Caller
-from recording import Drop, Pieces, Reply, recording
+from support_recording import Drop, Pieces, Reply, recording
 
+from bench.served import find_free_port
 from forkd import errors
-from forkd.client import retry
+from forkd.client import AsyncController, Controller, retry
 
-pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.parametrize("call", BOTH)]
+Caller = Callable[..., Any]
+
+
+def call_sync(url: str, method: str, *args: Any, timeout: float = 20.0, **named: Any) -> Any:
+    with Controller(url, timeout=timeout) as controller:
+        answer = getattr(controller, method)(*args, **named)
+        return list(answer) if inspect.isgenerator(answer) else answer
+
+
+def call_async(url: str, method: str, *args: Any, timeout: float = 20.0, **named: Any) -> Any:
+    async def inside() -> Any:
+        async with AsyncController(url, timeout=timeout) as controller:
+            answer = getattr(controller, method)(*args, **named)
+            return [item async for item in answer] if inspect.isasyncgen(answer) else await answer
+
+    return asyncio.run(inside())
+
+
+pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.parametrize("call", [call_sync, call_async])]
 
 NOT_FOUND = Reply(404, {"error": "No such sandbox", "code": "not_found", "hint": None})
 
 
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def busy(retry_after_s: int) -> Reply:
+    return Reply(503, {"error": "Full", "code": "no_capacity", "hint": None}, {"Retry-After": str(retry_after_s)})
 
 
 def test_a_call_goes_out_with_token_and_name_and_comes_back_as_plain_values(
@@ -48,7 +65,7 @@ def test_an_empty_body_is_none_and_a_ping_has_no_content_type(call: Caller) -> N
 def test_proxies_of_the_environment_are_not_asked_for_this_machine(
     call: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{closed_port()}")
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{find_free_port()}")
     with recording(Reply(200, {"version": "1"})) as server:
         assert call(server.url, "version") == {"version": "1"}
 
@@ -108,7 +125,7 @@ def test_a_delete_that_finds_nothing_at_first_says_so(call: Caller) -> None:
 
 def test_a_delete_that_was_never_sent_before_says_so_too(call: Caller) -> None:
     """Refused at first: nothing of that attempt arrived, so the 404 is the truth about the past."""
-    port = closed_port()
+    port = find_free_port()
     served, asked = [], threading.Event()
 
     def serve_late() -> None:
@@ -129,8 +146,7 @@ def test_a_delete_that_was_never_sent_before_says_so_too(call: Caller) -> None:
 
 
 def test_refused_for_now_is_asked_again_after_the_time_named(call: Caller) -> None:
-    busy = Reply(503, {"error": "Full", "code": "no_capacity", "hint": None}, {"Retry-After": "1"})
-    with recording(busy, Reply(201, [])) as server:
+    with recording(busy(1), Reply(201, [])) as server:
         begun = time.monotonic()
         assert call(server.url, "spawn_sandboxes", "warm") == []
         assert time.monotonic() - begun >= 1
@@ -138,14 +154,12 @@ def test_refused_for_now_is_asked_again_after_the_time_named(call: Caller) -> No
 
 
 def test_refused_for_too_long_is_an_error_at_once(call: Caller) -> None:
-    busy = Reply(503, {"error": "Full", "code": "no_capacity", "hint": None}, {"Retry-After": "3600"})
-    with recording(busy) as server, pytest.raises(errors.NoCapacity, match="Full"):
+    with recording(busy(3600)) as server, pytest.raises(errors.NoCapacity, match="Full"):
         call(server.url, "spawn_sandboxes", "warm")
 
 
 def test_a_command_that_was_refused_for_now_is_not_sent_again(call: Caller) -> None:
-    busy = Reply(503, {"error": "Full", "code": "no_capacity", "hint": None}, {"Retry-After": "0"})
-    with recording(busy) as server:
+    with recording(busy(0)) as server:
         with pytest.raises(errors.NoCapacity):
             call(server.url, "exec_command", "sb-1", ["true"])
         assert len(server.seen) == 1
@@ -153,7 +167,7 @@ def test_a_command_that_was_refused_for_now_is_not_sent_again(call: Caller) -> N
 
 def test_where_nobody_listens_nothing_was_sent(call: Caller) -> None:
     with pytest.raises(errors.Unreachable, match="nothing was sent") as caught:
-        call(f"http://127.0.0.1:{closed_port()}", "exec_command", "sb-1", ["true"])
+        call(f"http://127.0.0.1:{find_free_port()}", "exec_command", "sb-1", ["true"])
     assert "forkd up" in (caught.value.hint or "")
 
 

@@ -1,15 +1,13 @@
-"""Every example of docs/sdk.md runs, against a real daemon with the fake engine."""
-
-from __future__ import annotations
+"""Every example of docs/reference/sdk.md runs, against a real daemon with the fake engine."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from forkd.client.controller import Controller
+from forkd.client import Controller
 
-DOCUMENT = Path(__file__).parents[2] / "docs/sdk.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/reference/sdk.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
 
 
@@ -20,6 +18,6 @@ def test_an_example_runs(code: str, daemon: Controller, tmp_path: Path) -> None:
 
 
 def test_every_method_of_the_controller_is_in_the_table() -> None:
-    methods = {name for name in vars(Controller) if not name.startswith("_")} - {"at", "close", "url"}
+    methods = {name for name in dir(Controller) if not name.startswith("_")} - {"at", "close", "url"}
     table = DOCUMENT.read_text().partition("## The API, route by route")[2].partition("\n## ")[0]
     assert set(re.findall(r"`(\w+)`", table)) - {"Controller"} == methods

@@ -1,7 +1,5 @@
 """Where the SDK looks for the daemon."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -10,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from recording import Reply, recording
+from support_recording import Reply, recording
 
 from forkd.client.endpoint import Endpoint, find_endpoint
 from forkd.errors import HostLacks, InvalidInput

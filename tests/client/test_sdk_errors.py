@@ -1,7 +1,5 @@
 """Answers as errors of the one tree."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -11,16 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forkd import errors
-from forkd.client.call import Answer
-from forkd.client.failures import BY_CODE, error_of_answer, error_of_transport, fate_of
-from forkd.client.retry import Fate
+from forkd.client.failures import BY_CODE, error_of_answer, error_of_transport
+from forkd.client.retry import Fate, fate_of
 
 URL = "http://localhost/v1/x"
 
 
 def answered(status: int, body: Any) -> errors.ForkdError:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return error_of_answer(Answer(status, raw, {}, URL))
+    return error_of_answer(httpx.Response(status, content=raw, request=httpx.Request("GET", URL)))
 
 
 @pytest.mark.parametrize("code", sorted(BY_CODE.keys() - {"unauthorized"}))

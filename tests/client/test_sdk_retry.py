@@ -1,7 +1,5 @@
 """Whether to try again, as a function of numbers."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The SDK as people import it: light, typed, and the same with and without await."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import subprocess
@@ -13,26 +11,17 @@ from typing import Any
 import pytest
 
 import forkd
-from forkd.client.async_controller import AsyncController
-from forkd.client.async_handles import AsyncCommandHandle, AsyncPtyHandle
-from forkd.client.async_sandbox import AsyncSandbox
-from forkd.client.async_sandbox_commands import AsyncCommands, AsyncPty
-from forkd.client.async_sandbox_files import AsyncFiles
-from forkd.client.controller import Controller
-from forkd.client.handles import CommandHandle, PtyHandle
-from forkd.client.sandbox import Sandbox
-from forkd.client.sandbox_commands import Commands, Pty
-from forkd.client.sandbox_files import Files
+from forkd.client import async_processes, async_sandbox, processes, sandbox
 from forkd.errors import ForkdError
 
 PAIRS = [
-    (Controller, AsyncController),
-    (Sandbox, AsyncSandbox),
-    (Commands, AsyncCommands),
-    (Pty, AsyncPty),
-    (Files, AsyncFiles),
-    (CommandHandle, AsyncCommandHandle),
-    (PtyHandle, AsyncPtyHandle),
+    (forkd.Controller, forkd.AsyncController),
+    (forkd.Sandbox, forkd.AsyncSandbox),
+    (sandbox.Files, async_sandbox.AsyncFiles),
+    (processes.Commands, async_processes.AsyncCommands),
+    (processes.Pty, async_processes.AsyncPty),
+    (processes.CommandHandle, async_processes.AsyncCommandHandle),
+    (processes.PtyHandle, async_processes.AsyncPtyHandle),
 ]
 
 
@@ -104,6 +93,6 @@ def test_a_controller_takes_what_the_forkd_sdk_takes_in_that_order() -> None:
         "exec_command": ["sandbox_id", "args", "timeout_secs"],
     }
     for name, expected in orders.items():
-        parameters = inspect.signature(getattr(Controller, name)).parameters.values()
+        parameters = inspect.signature(getattr(forkd.Controller, name)).parameters.values()
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
         assert positional == expected

@@ -1,14 +1,12 @@
 """Server-sent events: the same however the bytes were cut, and never more than a limit."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forkd.client.sse import SseError, SseEvent, SseParser
+from forkd.client.stream import SseError, SseEvent, SseParser
 
 LINE = st.text(alphabet=st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=20)
 FIELD = st.one_of(

@@ -1,30 +1,15 @@
 """Daemons of each kind, and the real clients talking to them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_clients import (
-    DRIVERS,
-    MCP_SERVER,
-    PYTHON_SDK,
-    Controller,
-    Driver,
-    PythonController,
-    TypeScriptController,
-    driven,
-    install_python,
-    install_typescript,
-    render_node,
-)
-from real_daemon import Daemon, running_daemon
-from support_images import make_image
+from real_clients import CONTROLLERS, Controller, Driver, driven
+from real_daemon import IMAGE, Daemon, running_daemon
+from support_images import link_snapshot, made_home, make_image
 
 from forkd.host.paths import Home
-from forkd.image import Image
 
 TOKEN = "a-token-of-a-conformance-test"
 
@@ -37,25 +22,16 @@ TOKEN = "a-token-of-a-conformance-test"
         pytest.param(("auto", TOKEN), id="vm", marks=pytest.mark.vm),
     ],
 )
-def daemon(request: pytest.FixtureRequest) -> Iterator[Daemon]:
+def daemon(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     engine, token = request.param
-    home = request.getfixturevalue("fake_home" if engine == "fake" else "vm_home")
-    with running_daemon(home, engine, "python", token) as started:
-        yield started
-
-
-@pytest.fixture(scope="session")
-def fake_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("fake")
-    make_image(Home(home, home), "python")
-    return home
-
-
-@pytest.fixture(scope="session")
-def vm_home(tmp_path_factory: pytest.TempPathFactory, built_home: Home, python_image: Image) -> Path:
-    home = tmp_path_factory.mktemp("vm")
-    (home / "images").symlink_to(built_home.images)
-    return home
+    with made_home(tmp_path_factory.mktemp("home")) as home:
+        if engine == "fake":
+            make_image(home, IMAGE)
+        else:
+            home.images.symlink_to(request.getfixturevalue("built_home").images)
+            link_snapshot(request.getfixturevalue("warm_vm"), home)
+        with running_daemon(home, engine, token) as started:
+            yield started
 
 
 @pytest.fixture
@@ -63,53 +39,33 @@ def nothing_running(daemon: Daemon, nothing_left: None) -> Iterator[None]:
     yield
     left = daemon.live()
     for info in left:
-        daemon.ask("DELETE", f"/v1/sandboxes/{info['id']}")
+        daemon.delete(f"/v1/sandboxes/{info['id']}")
     assert left == []
 
 
 @pytest.fixture(scope="session")
 def clients(built_home: Home) -> Path:
+    """Where they are installed; kept between runs."""
     return built_home.root / "clients"
 
 
-@pytest.fixture(scope="session")
-def python_sdk(clients: Path) -> Path:
-    return install_python(clients / "python", [PYTHON_SDK])
-
-
-@pytest.fixture(scope="session")
-def typescript_sdk(clients: Path) -> Path:
-    return install_typescript(clients / "typescript")
-
-
-@pytest.fixture(scope="session")
-def mcp_server(clients: Path) -> Path:
-    return install_python(clients / "mcp", MCP_SERVER)
-
-
 @pytest.fixture(scope="module")
-def python_driver(daemon: Daemon, python_sdk: Path) -> Iterator[Driver]:
-    with driven([str(python_sdk), str(DRIVERS / "python_driver.py")], daemon.client_env) as driver:
+def typescript_driver(daemon: Daemon, clients: Path) -> Iterator[Driver]:
+    with driven(clients, "typescript", daemon.client_env) as driver:
         yield driver
 
 
 @pytest.fixture(scope="module")
-def typescript_driver(daemon: Daemon, typescript_sdk: Path) -> Iterator[Driver]:
-    with driven(render_node(), daemon.client_env, typescript_sdk) as driver:
-        yield driver
-
-
-@pytest.fixture(scope="module")
-def mcp_driver(daemon: Daemon, mcp_server: Path) -> Iterator[Driver]:
-    with driven([str(mcp_server), str(DRIVERS / "mcp_driver.py")], daemon.client_env) as driver:
+def mcp_driver(daemon: Daemon, clients: Path) -> Iterator[Driver]:
+    with driven(clients, "mcp", daemon.client_env) as driver:
         driver.make(names=True)  # from here on its server is there too
         yield driver
 
 
 @pytest.fixture(scope="module", params=["python", "typescript"])
-def controller(request: pytest.FixtureRequest, daemon: Daemon) -> Controller:
-    driver = request.getfixturevalue(f"{request.param}_driver")
-    return PythonController(driver) if request.param == "python" else TypeScriptController(driver)
+def controller(request: pytest.FixtureRequest, daemon: Daemon, clients: Path) -> Iterator[Controller]:
+    with driven(clients, request.param, daemon.client_env) as driver:
+        yield CONTROLLERS[request.param](driver)
 
 
 @pytest.fixture(scope="session")

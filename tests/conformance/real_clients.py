@@ -1,7 +1,5 @@
 """The clients of forkd 0.5.3 themselves, each installed in an environment of its own and driven from here."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -16,10 +14,20 @@ from typing import Any
 
 import pytest
 
-PYTHON_SDK = "forkd==0.5.3"
-TYPESCRIPT_SDK = "@deeplethe/forkd@0.5.3"
-MCP_SERVER = ["forkd-mcp==0.2.0", "mcp<2"]  # it was written for the first mcp and does not start with the second
-DRIVERS = Path(__file__).parent / "drivers"
+# What each of them can do.
+METHODS = [
+    "branch_sandbox",
+    "eval_code",
+    "exec_command",
+    "get_sandbox",
+    "kill_sandbox",
+    "list_sandboxes",
+    "list_snapshots",
+    "ping_sandbox",
+    "spawn_sandboxes",
+]
+_TYPESCRIPT_SDK = "@deeplethe/forkd@0.5.3"
+_DRIVERS = Path(__file__).parent / "drivers"
 _INSTALL_S = 280
 _DONE = "installed"
 
@@ -55,7 +63,9 @@ class Driver:
 
 
 @contextlib.contextmanager
-def driven(command: list[str], env: Mapping[str, str], cwd: Path | None = None) -> Iterator[Driver]:
+def driven(installed: Path, client: str, env: Mapping[str, str]) -> Iterator[Driver]:
+    """`python`, `typescript` or `mcp`, installed below `installed` where it is not yet."""
+    command, cwd = _INSTALL[client](installed / client)
     process = subprocess.Popen(
         command, env=env, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
@@ -108,13 +118,7 @@ class TypeScriptController:
 
 
 Controller = PythonController | TypeScriptController
-
-
-def render_node() -> list[str]:
-    """As text, so that packages are looked for where node is started, not where the driver lies."""
-    node = shutil.which("node")
-    assert node is not None
-    return [node, "--input-type=module", "--eval", (DRIVERS / "typescript_driver.mjs").read_text()]
+CONTROLLERS: dict[str, type[Controller]] = {"python": PythonController, "typescript": TypeScriptController}
 
 
 def _camel(name: str) -> str:
@@ -128,35 +132,37 @@ def _snake(name: str) -> str:
 # Installing, once; kept between runs
 
 
-def install_python(directory: Path, requirements: list[str]) -> Path:
-    """The interpreter of an environment that has `requirements`."""
+def _install_python(directory: Path, driver: str, *requirements: str) -> tuple[list[str], None]:
+    python = str(directory / "venv/bin/python")
 
     def install() -> None:
         venv.create(directory / "venv", with_pip=True)
-        pip = [str(directory / "venv/bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         done = subprocess.run([*pip, *requirements], capture_output=True, text=True, timeout=_INSTALL_S)
         assert done.returncode == 0, done.stderr
 
     _install_once(directory, sys.version + "\n".join(requirements), install)
-    return directory / "venv/bin/python"
+    return [python, str(_DRIVERS / driver)], None
 
 
-def install_typescript(directory: Path) -> Path:
-    """The directory whose node_modules have the SDK."""
-    npm = shutil.which("npm")
-    if npm is None or shutil.which("node") is None:
+def _install_typescript(directory: Path) -> tuple[list[str], Path]:
+    npm, node = shutil.which("npm"), shutil.which("node")
+    if npm is None or node is None:
         pytest.skip("needs node and npm")
 
     def install() -> None:
         options = ["--no-audit", "--no-fund", "--ignore-scripts"]
-        command = [npm, "install", "--prefix", str(directory), *options, TYPESCRIPT_SDK]
+        command = [npm, "install", "--prefix", str(directory), *options, _TYPESCRIPT_SDK]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_S)
         if done.returncode != 0:
             said = re.search(r"code (\w+)", done.stderr)
-            pytest.skip(f"npm cannot install {TYPESCRIPT_SDK} here: {said.group(1) if said else 'it does not say why'}")
+            why = said.group(1) if said else "it does not say why"
+            pytest.skip(f"npm cannot install {_TYPESCRIPT_SDK} here: {why}")
 
-    _install_once(directory, TYPESCRIPT_SDK, install)
-    return directory
+    _install_once(directory, _TYPESCRIPT_SDK, install)
+    # As text, so that packages are looked for where node is started, not where the driver lies.
+    driver = (_DRIVERS / "typescript_driver.mjs").read_text()
+    return [node, "--input-type=module", "--eval", driver], directory
 
 
 def _install_once(directory: Path, wanted: str, install: Callable[[], None]) -> None:
@@ -170,3 +176,12 @@ def _install_once(directory: Path, wanted: str, install: Callable[[], None]) -> 
         directory.mkdir()
         install()
         done.write_text(wanted)
+
+
+# How to start each, by its name; it is installed where it is not yet.
+_INSTALL: dict[str, Callable[[Path], tuple[list[str], Path | None]]] = {
+    "python": lambda directory: _install_python(directory, "python_driver.py", "forkd==0.5.3"),
+    # It was written for the first mcp and does not start with the second.
+    "mcp": lambda directory: _install_python(directory, "mcp_driver.py", "forkd-mcp==0.2.0", "mcp<2"),
+    "typescript": _install_typescript,
+}

@@ -1,50 +1,27 @@
 """forkd's own SDKs, Python and TypeScript, unchanged, against a real daemon: every method of their Controller."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_clients import (
-    DRIVERS,
-    ClientError,
-    Controller,
-    PythonController,
-    TypeScriptController,
-    driven,
-    render_node,
-)
+from real_clients import CONTROLLERS, METHODS, ClientError, Controller, driven
 from real_daemon import TAG, Daemon
 from support_limits import enforced
 
 pytestmark = pytest.mark.usefixtures("nothing_running")
 
-METHODS = [
-    "branch_sandbox",
-    "delete_snapshot",
-    "eval_code",
-    "exec_command",
-    "get_sandbox",
-    "kill_sandbox",
-    "list_sandboxes",
-    "list_snapshots",
-    "ping_sandbox",
-    "spawn_sandboxes",
-]
-
 
 @pytest.fixture
 def sandbox(daemon: Daemon) -> Iterator[str]:
     """Spawned without a client, to tell what each of them does."""
-    (info,) = daemon.ask("POST", "/v1/sandboxes", {"snapshot_tag": TAG}).json
+    (info,) = daemon.post("/v1/sandboxes", {"snapshot_tag": TAG}).body
     yield info["id"]
-    assert daemon.ask("DELETE", f"/v1/sandboxes/{info['id']}").status in (204, 404)
+    assert daemon.delete(f"/v1/sandboxes/{info['id']}").status in (204, 404)
 
 
 def test_these_tests_know_every_method_of_the_client(controller: Controller) -> None:
-    assert controller.names() == METHODS
+    assert controller.names() == sorted([*METHODS, "delete_snapshot"])
 
 
 def test_snapshots_are_listed_and_deleted(controller: Controller, daemon: Daemon) -> None:
@@ -54,10 +31,8 @@ def test_snapshots_are_listed_and_deleted(controller: Controller, daemon: Daemon
         assert controller.call("delete_snapshot", "spare") is None
     (found,) = controller.call("list_snapshots")
     assert (found["tag"], found["status"], found["bootable"]) == (TAG, "ready", True)
-    assert found["dir"] == str(daemon.home / "snapshots" / TAG)
-    with pytest.raises(ClientError) as caught:
-        controller.call("delete_snapshot", "spare")
-    check_error(caught.value, daemon, 404, "not_found", "/v1/snapshots/spare")
+    assert found["dir"] == str(daemon.home.snapshots / TAG)
+    check_fails(controller, daemon, 404, "not_found", "/v1/snapshots/spare", "delete_snapshot", "spare")
 
 
 def test_sandboxes_are_spawned_found_and_killed(controller: Controller, daemon: Daemon) -> None:
@@ -68,9 +43,7 @@ def test_sandboxes_are_spawned_found_and_killed(controller: Controller, daemon: 
     for info in spawned:
         assert controller.call("get_sandbox", info["id"]) == info
         assert controller.call("kill_sandbox", info["id"]) is None
-        with pytest.raises(ClientError) as caught:
-            controller.call("kill_sandbox", info["id"])
-        check_error(caught.value, daemon, 404, "not_found", f"/v1/sandboxes/{info['id']}")
+        check_fails(controller, daemon, 404, "not_found", f"/v1/sandboxes/{info['id']}", "kill_sandbox", info["id"])
     assert controller.call("list_sandboxes") == []
     assert not any(Path(f"/proc/{info['pid']}").exists() for info in spawned)
 
@@ -81,9 +54,7 @@ def test_every_option_of_spawn_is_taken_or_refused_as_not_built(controller: Cont
     assert (info["memory_limit_mib"], info["netns"], info["branch_count"]) == (enforced(4096), None, 0)
     controller.call("kill_sandbox", info["id"])
     for option in ("live_fork", "hugepages"):
-        with pytest.raises(ClientError) as caught:
-            controller.call("spawn_sandboxes", TAG, **{option: True})
-        check_error(caught.value, daemon, 400, "unsupported", "/v1/sandboxes")
+        check_fails(controller, daemon, 400, "unsupported", "/v1/sandboxes", "spawn_sandboxes", TAG, **{option: True})
 
 
 @pytest.mark.parametrize(
@@ -98,9 +69,7 @@ def test_every_option_of_spawn_is_taken_or_refused_as_not_built(controller: Cont
 def test_a_spawn_that_cannot_be_is_refused(
     controller: Controller, daemon: Daemon, tag: str, n: int, status: int, code: str
 ) -> None:
-    with pytest.raises(ClientError) as caught:
-        controller.call("spawn_sandboxes", tag, n=n)
-    check_error(caught.value, daemon, status, code, "/v1/sandboxes")
+    check_fails(controller, daemon, status, code, "/v1/sandboxes", "spawn_sandboxes", tag, n=n)
 
 
 def test_a_ping_tells_of_the_guest(controller: Controller, daemon: Daemon, sandbox: str) -> None:
@@ -125,9 +94,7 @@ def test_a_command_that_cannot_start_or_end_is_an_error(controller: Controller, 
         (["sh", "-c", "echo early; sleep 100"], {"timeout_secs": 1}, 504, "guest_timeout"),
         ([], {}, 400, "invalid_input"),
     ):
-        with pytest.raises(ClientError) as caught:
-            controller.call("exec_command", sandbox, args, **options)
-        check_error(caught.value, daemon, status, code, path)
+        check_fails(controller, daemon, status, code, path, "exec_command", sandbox, args, **options)
 
 
 def test_code_is_evaluated_in_the_warmed_interpreter(controller: Controller, daemon: Daemon, sandbox: str) -> None:
@@ -137,22 +104,26 @@ def test_code_is_evaluated_in_the_warmed_interpreter(controller: Controller, dae
     assert (failed["result"], failed["error"], failed["exit_code"]) == (None, "ZeroDivisionError: division by zero", 1)
 
 
-@pytest.mark.parametrize("options", [{}, {"tag": "next"}, {"mode": "live", "wait": False}, {"measure_diff": True}])
-def test_branch_says_that_it_is_not_built_yet(
-    controller: Controller, daemon: Daemon, sandbox: str, options: dict[str, Any]
-) -> None:
-    with pytest.raises(ClientError) as caught:
-        controller.call("branch_sandbox", sandbox, **options)
-    check_error(caught.value, daemon, 501, "unsupported", f"/v1/sandboxes/{sandbox}/branch")
+NOT_BUILT, REFUSED = (501, "unsupported"), (400, "invalid_input")
 
 
-@pytest.mark.parametrize("options", [{"tag": "no tag"}, {"mode": "diff", "measure_diff": True}, {"wait": False}])
-def test_a_branch_that_cannot_be_is_refused_for_that(
-    controller: Controller, daemon: Daemon, sandbox: str, options: dict[str, Any]
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({}, NOT_BUILT),
+        ({"tag": "next"}, NOT_BUILT),
+        ({"mode": "live", "wait": False}, NOT_BUILT),
+        ({"measure_diff": True}, NOT_BUILT),
+        ({"tag": "no tag"}, REFUSED),
+        ({"mode": "diff", "measure_diff": True}, REFUSED),
+        ({"wait": False}, REFUSED),
+    ],
+)
+def test_branch_says_that_it_is_not_built_yet_or_cannot_be(
+    controller: Controller, daemon: Daemon, sandbox: str, options: dict[str, Any], error: tuple[int, str]
 ) -> None:
-    with pytest.raises(ClientError) as caught:
-        controller.call("branch_sandbox", sandbox, **options)
-    check_error(caught.value, daemon, 400, "invalid_input", f"/v1/sandboxes/{sandbox}/branch")
+    path = f"/v1/sandboxes/{sandbox}/branch"
+    check_fails(controller, daemon, *error, path, "branch_sandbox", sandbox, **options)
 
 
 @pytest.mark.parametrize(
@@ -169,21 +140,18 @@ def test_a_branch_that_cannot_be_is_refused_for_that(
 def test_a_sandbox_that_is_not_there_is_not_found(
     controller: Controller, daemon: Daemon, method: str, args: list[Any], rest: str
 ) -> None:
-    with pytest.raises(ClientError) as caught:
-        controller.call(method, "sb-0123456789", *args)
-    check_error(caught.value, daemon, 404, "not_found", f"/v1/sandboxes/sb-0123456789{rest}")
+    check_fails(
+        controller, daemon, 404, "not_found", f"/v1/sandboxes/sb-0123456789{rest}", method, "sb-0123456789", *args
+    )
 
 
 @pytest.mark.parametrize("client", ["python", "typescript"])
 @pytest.mark.parametrize("token", ["", "wrong"])
 def test_a_wrong_or_missing_token_is_401_where_there_is_one_and_reveals_nothing(
-    daemon: Daemon, request: pytest.FixtureRequest, client: str, token: str
+    daemon: Daemon, clients: Path, client: str, token: str
 ) -> None:
-    env = daemon.client_env | {"FORKD_TOKEN": token}
-    installed = request.getfixturevalue(f"{client}_sdk")
-    command = render_node() if client == "typescript" else [str(installed), str(DRIVERS / "python_driver.py")]
-    with driven(command, env, installed if client == "typescript" else None) as driver:
-        controller = TypeScriptController(driver) if client == "typescript" else PythonController(driver)
+    with driven(clients, client, daemon.client_env | {"FORKD_TOKEN": token}) as driver:
+        controller = CONTROLLERS[client](driver)
         if daemon.token is None:
             assert controller.call("list_sandboxes") == []
             return
@@ -195,9 +163,14 @@ def test_a_wrong_or_missing_token_is_401_where_there_is_one_and_reveals_nothing(
             assert TAG not in caught.value.message
 
 
-def check_error(error: ClientError, daemon: Daemon, status: int, code: str, path: str) -> None:
+def check_fails(
+    controller: Controller, daemon: Daemon, status: int, code: str, path: str, method: str, *args: Any, **options: Any
+) -> None:
+    with pytest.raises(ClientError) as caught:
+        controller.call(method, *args, **options)
+    error = caught.value
     assert error.type == "ControllerError"
     assert (error.status, error.body["code"]) == (status, code), error.body
     assert isinstance(error.body["error"], str) and error.body["error"]
     assert error.body.keys() >= {"error", "code", "hint"}
-    assert error.url == daemon.url + path
+    assert error.url == daemon.place + path

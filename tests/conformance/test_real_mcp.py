@@ -1,31 +1,15 @@
 """forkd's own MCP server, unchanged, over stdio with the real MCP client: all its tools."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from real_clients import DRIVERS, ClientError, Driver, driven
-from real_daemon import TAG, Daemon
+from real_clients import METHODS, ClientError, Driver, driven
+from real_daemon import IMAGE, TAG, Daemon
 from support_limits import enforced
 
 pytestmark = pytest.mark.usefixtures("nothing_running")
-
-TOOLS = [
-    "branch_sandbox",
-    "create_snapshot",
-    "eval_code",
-    "exec_command",
-    "get_sandbox",
-    "kill_sandbox",
-    "list_sandboxes",
-    "list_snapshots",
-    "ping_sandbox",
-    "spawn_sandboxes",
-    "wait_for_text",
-]
 
 
 @pytest.fixture
@@ -36,7 +20,7 @@ def sandbox(mcp_driver: Driver) -> Iterator[str]:
 
 
 def test_these_tests_know_every_tool_of_the_server(mcp_driver: Driver) -> None:
-    assert mcp_driver.make(names=True) == TOOLS
+    assert mcp_driver.make(names=True) == sorted([*METHODS, "create_snapshot", "wait_for_text"])
 
 
 def test_sandboxes_are_spawned_found_and_killed(mcp_driver: Driver) -> None:
@@ -76,14 +60,14 @@ def test_a_text_is_waited_for(mcp_driver: Driver, sandbox: str) -> None:
 
 
 def test_snapshots_are_listed_and_made_of_images_of_the_store(mcp_driver: Driver, daemon: Daemon) -> None:
-    image = {"kernel": daemon.image, "rootfs": daemon.image}
+    image = {"kernel": IMAGE, "rootfs": IMAGE}
     made = mcp_driver.make(tool="create_snapshot", kwargs={"tag": "spare", "boot_wait_secs": 0, **image})
     assert (made["tag"], made["status"], made["bootable"]) == ("spare", "ready", True)
     assert [found["tag"] for found in mcp_driver.make(tool="list_snapshots")] == ["spare", TAG]
     fails(mcp_driver, 409, "create_snapshot", tag="spare", **image)
     fails(mcp_driver, 400, "create_snapshot", tag="other", boot_wait_secs=61, **image)
     fails(mcp_driver, 400, "create_snapshot", tag="other", kernel="/etc/hostname", rootfs="/etc/passwd")
-    assert daemon.ask("DELETE", "/v1/snapshots/spare").status == 204
+    assert daemon.delete("/v1/snapshots/spare").status == 204
 
 
 def test_branch_says_that_it_is_not_built_yet(mcp_driver: Driver, sandbox: str) -> None:
@@ -91,9 +75,8 @@ def test_branch_says_that_it_is_not_built_yet(mcp_driver: Driver, sandbox: str) 
     fails(mcp_driver, 400, "branch_sandbox", sandbox_id=sandbox, diff=True, measure_diff=True)
 
 
-def test_a_wrong_token_is_refused_where_there_is_one(daemon: Daemon, mcp_server: Path) -> None:
-    env = daemon.client_env | {"FORKD_TOKEN": "wrong"}
-    with driven([str(mcp_server), str(DRIVERS / "mcp_driver.py")], env) as driver:
+def test_a_wrong_token_is_refused_where_there_is_one(daemon: Daemon, clients: Path) -> None:
+    with driven(clients, "mcp", daemon.client_env | {"FORKD_TOKEN": "wrong"}) as driver:
         if daemon.token is None:
             assert driver.make(tool="list_sandboxes") == []
         else:

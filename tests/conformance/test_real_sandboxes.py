@@ -1,30 +1,31 @@
 """forkd's own Sandbox classes, unchanged: Python's, which needs our `forkd fork` and the agent's port; TypeScript's."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from real_clients import DRIVERS, ClientError, Driver, driven
-from real_daemon import TAG, Daemon, find_free_port
+from real_clients import ClientError, Driver, driven
+from real_daemon import TAG, Daemon
 from support_limits import enforced
+
+from bench.served import find_free_port
 
 pytestmark = pytest.mark.usefixtures("nothing_running")
 
 
 @pytest.fixture
 def target() -> str:
+    """One that nobody listens on."""
     return f"127.0.0.1:{find_free_port()}"
 
 
 @pytest.fixture
-def python(daemon: Daemon, python_sdk: Path, our_cli: Path, target: str) -> Iterator[Driver]:
+def python(daemon: Daemon, clients: Path, our_cli: Path, target: str) -> Iterator[Driver]:
     """Python's SDK where `forkd` is ours and where it is told to look for its sandbox."""
     env = daemon.client_env | {"FORKD_TARGET": target, "FORKD_TAG": TAG}
     env["PATH"] = f"{our_cli}{os.pathsep}{env['PATH']}"
-    with driven([str(python_sdk), str(DRIVERS / "python_driver.py")], env) as driver:
+    with driven(clients, "python", env) as driver:
         yield driver
 
 

@@ -1,7 +1,5 @@
 """The proof that registry, processes and files agree."""
 
-from __future__ import annotations
-
 import socket
 
 from forkd.client.controller import Controller

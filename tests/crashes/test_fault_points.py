@@ -3,22 +3,20 @@
 Templates and their forks are real VMs; all else is the fake engine's.
 """
 
-from __future__ import annotations
-
 import signal
-import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from agreement import check_agreement, end_all
 from support_daemon import served
+from support_images import link_snapshot, made_home
 
 from forkd.errors import ForkdError, Unsupported
 from forkd.host.faults import POINTS
 from forkd.host.marked import find_marked
 from forkd.host.paths import Home
-from forkd.image import Image
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -61,26 +59,33 @@ def test_a_daemon_killed_at(point: str, fake_home: Home) -> None:
             status = controller.get_snapshot("second")["status"]
             assert status == ("ready" if point == "snapshot.published" else "failed")
             controller.create_snapshot("second", "python", memory_mib=128, replace=True, wait=True)
-        # Whatever happened, what was asked for can be had now.
+        # After each fault, the same request works now.
         controller.spawn_sandboxes("warm", n=3)
         end_all(fake_home, controller)
         daemon.stop()
 
 
+@dataclass(frozen=True)
+class VmHome:
+    """A home with the snapshot `warm` of a real VM, and a sandbox that lives through all of its daemons' deaths."""
+
+    home: Home
+    survivor: str
+
+
 @pytest.fixture(scope="module")
-def vm_home(python_image: Image, built_home: Home, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
-    """A home with the snapshot `warm` of a real VM, made once."""
-    root = tmp_path_factory.mktemp("faults")
-    (root / "images").symlink_to(built_home.images, target_is_directory=True)
-    with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as runtime:
-        home = Home(root, Path(runtime))
-        with served(home, "--bind", "none", engine="qemu") as daemon, daemon.controller(timeout=240) as controller:
-            controller.create_snapshot("warm", "python", memory_mib=256, warm="x = 41", wait=True)
+def vms(warm_vm: Path, built_home: Home, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VmHome]:
+    with made_home(tmp_path_factory.mktemp("faults"), built_home.images) as home:
+        link_snapshot(warm_vm, home)
+        with served(home, "--bind", "none", engine="qemu") as daemon, daemon.controller() as controller:
             try:
                 controller.warm_snapshot("warm")
             except Unsupported as error:
                 pytest.skip(error.message)
-        yield home
+            [survivor] = controller.spawn_sandboxes("warm")
+        yield VmHome(home, survivor["id"])
+        with served(home, "--bind", "none", "--on-stop", "kill", engine="qemu"):
+            pass
 
 
 def _vm_fault(point: str) -> str:
@@ -92,40 +97,35 @@ def _vm_fault(point: str) -> str:
 
 @pytest.mark.vm
 @pytest.mark.parametrize("point", [*OF_VMS, *OF_BOTH])
-def test_a_daemon_with_templates_killed_at(point: str, vm_home: Home) -> None:
+def test_a_daemon_with_templates_killed_at(point: str, vms: VmHome) -> None:
     flags = ("--bind", "none")
     with (
-        served(vm_home, *flags, "--templates", "0", engine="qemu") as daemon,
-        daemon.controller() as controller,
-    ):
-        before = [row["id"] for row in controller.spawn_sandboxes("warm", n=2)]
-        controller.kill_sandbox(before.pop())
-    with (
-        served(vm_home, *flags, engine="qemu", env={"FORKD_FAULT": _vm_fault(point)}) as daemon,
+        served(vms.home, *flags, engine="qemu", env={"FORKD_FAULT": _vm_fault(point)}) as daemon,
         daemon.controller() as controller,
     ):
         with pytest.raises(ForkdError):
             controller.warm_snapshot("warm")
             controller.spawn_sandboxes("warm", n=3)
         assert daemon.process.wait(30) == -signal.SIGKILL
-    with served(vm_home, *flags, engine="qemu") as daemon, daemon.controller() as controller:
+    with served(vms.home, *flags, engine="qemu") as daemon, daemon.controller() as controller:
         assert controller.list_templates() == []
-        live = check_agreement(vm_home, controller)  # no process and no directory but theirs
-        assert live[0] == before[0] and len(live) == (4 if point == "spawn.committed" else 1)
-        # Whatever happened, what was asked for can be had now.
+        live = check_agreement(vms.home, controller)  # no process and no directory but theirs
+        assert live[0] == vms.survivor and len(live) == (4 if point == "spawn.committed" else 1)
+        # After each fault, the same request works now.
         template = controller.warm_snapshot("warm")
         made = controller.spawn_sandboxes("warm", n=3)
         assert {row["way"] for row in made} == {"fork"}
         for row in made:
             assert controller.eval_code(row["id"], "x + 1")["result"] == "42"
-        for row in controller.list_sandboxes():
-            controller.kill_sandbox(row["id"])
-        assert [leader.pid for leader in find_marked(vm_home.vms).values()] == [template["pid"]]
+        for sandbox_id in {*live, *(row["id"] for row in made)} - {vms.survivor}:
+            controller.kill_sandbox(sandbox_id)
+        survivor = controller.get_sandbox(vms.survivor)
+        assert {leader.pid for leader in find_marked(vms.home.vms).values()} == {template["pid"], survivor["pid"]}
         daemon.stop()
-    assert find_marked(vm_home.vms) == {} and list(vm_home.vms.iterdir()) == []
+    assert [path.name for path in vms.home.vms.iterdir()] == [vms.survivor]
 
 
 def test_every_point_is_in_the_code() -> None:
     source = Path(__file__).parents[2] / "src/forkd"
     text = "".join(path.read_text() for path in source.rglob("*.py") if path.name != "faults.py")
-    assert [point for point in POINTS if f'reach("{point}")' not in text] == []
+    assert [point for point in POINTS if f'fault_point("{point}")' not in text] == []

@@ -1,7 +1,5 @@
 """The daemon is killed at random moments under load, again and again."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading
@@ -10,6 +8,7 @@ import time
 import pytest
 from agreement import check_agreement, end_all
 from support_daemon import Served, served
+from support_sizes import sized
 
 from forkd.client.controller import Controller
 from forkd.errors import ForkdError
@@ -17,7 +16,7 @@ from forkd.host.paths import Home
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-ROUNDS = 50
+ROUNDS = sized(8, full=50)
 MAX_SANDBOXES = 12
 
 
@@ -52,7 +51,7 @@ def _load(home: Home, stop: threading.Event, seed: int, done: list[int]) -> None
 
 
 @pytest.mark.timeout(600)
-def test_fifty_kills_under_load_leave_registry_processes_and_files_in_agreement(fake_home: Home) -> None:
+def test_kills_under_load_leave_registry_processes_and_files_in_agreement(fake_home: Home) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     dice = random.Random(seed)

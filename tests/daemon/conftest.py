@@ -1,31 +1,39 @@
 """One daemon for all tests of routes, and one that wants a token."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from daemon_cases import Client, fresh_home, running
-from support_images import make_image
+from support_client import Client
+from support_daemon import served
+from support_images import made_home, make_image
 
 from forkd.host.paths import Home
 
 _numbers = itertools.count(1)
 
 
+@pytest.fixture
+def empty(tmp_path: Path) -> Iterator[Home]:
+    """For daemons of their own: there is an image, and no more."""
+    with made_home(tmp_path / "home") as made:
+        make_image(made)
+        yield made
+
+
 @pytest.fixture(scope="session")
-def home() -> Iterator[Home]:
-    with fresh_home() as made:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    with made_home(tmp_path_factory.mktemp("home")) as made:
         make_image(made)
         yield made
 
 
 @pytest.fixture(scope="session")
 def places(home: Home) -> Iterator[list[str]]:
-    with running(home, "--bind", "127.0.0.1:0", "--on-stop", "kill") as daemon:
-        yield daemon.places(2)
-        log = daemon.errors()
+    with served(home, "--bind", "127.0.0.1:0", "--on-stop", "kill") as daemon:
+        yield daemon.places
+        log = daemon.read_log()
     assert "Traceback" not in log, log
 
 

@@ -1,7 +1,5 @@
 """Settings: one order, and every bad value names where it came from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +79,7 @@ def test_every_setting_can_be_given_in_all_three_ways() -> None:
         ({"environ": {"FORKD_LOG_LEVEL": "loud"}}, "FORKD_LOG_LEVEL"),
         ({"environ": {"FORKD_IDLE_EXIT_SECS": "nan"}}, "FORKD_IDLE_EXIT_SECS"),
         ({"environ": {"FORKD_IDLE_EXIT_SECS": "-1"}}, "FORKD_IDLE_EXIT_SECS"),
-        ({"flags": {"templates": "65"}}, "--templates cannot be '65': it is a number of 0 to 64"),
+        ({"flags": {"templates": "65"}}, "--templates cannot be '65': must be a number from 0 to 64"),
         ({"flags": {"template_memory_mib": "1048577"}}, "--template-memory-mib"),
         ({"environ": {"FORKD_TEMPLATES": "-1"}}, "FORKD_TEMPLATES"),
         ({"environ": {"FORKD_TEMPLATES": "four"}}, "FORKD_TEMPLATES"),

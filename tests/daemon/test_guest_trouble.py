@@ -1,14 +1,12 @@
 """Guests that answer garbage, or never: an error within a bound, the daemon unharmed, the sandbox removable."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
 from collections.abc import Callable
 
 import pytest
-from daemon_cases import Client
+from support_client import Client
 
 # Takes the agent's own end of the channel from it, and speaks in its place.
 GARBAGE = """
@@ -40,7 +38,7 @@ def test_a_guest_that_sends_garbage_costs_itself_its_channel_and_gets_another(
     path = spawn()
     begun = time.monotonic()
     answer = client.post(f"{path}/eval", {"code": GARBAGE, "timeout_secs": 60})
-    assert answer.status == 502 and answer.body["code"] == "protocol_error", answer.content
+    assert answer.error == (502, "protocol_error"), answer.content
     assert time.monotonic() - begun < 20
     # The evaluation was that channel's, and ends with it; the sandbox answers again.
     again = client.post(f"{path}/eval", {"code": "past + 1"})
@@ -58,22 +56,28 @@ def test_a_guest_that_never_answers_is_given_up_in_time(
     os.kill(pid_of(client, path), signal.SIGSTOP)
     begun = time.monotonic()
     answer = client.post(f"{path}/{route}", body)
-    assert answer.status == 504 and answer.body["code"] == "guest_timeout", answer.content
+    assert answer.error == (504, "guest_timeout"), answer.content
     assert answer.body["error"] and time.monotonic() - begun < within_s
     assert client.get("/healthz").status == 200
     assert client.delete(path).status == 204
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("eval", {"code": "import os, time; os.kill(os.getppid(), 9); time.sleep(30)"}),
+        ("exec", {"shell": "kill -9 $PPID; sleep 20"}),
+    ],
+)
 def test_a_guest_that_dies_during_a_call_is_told_about_and_stays_dead(
-    client: Client, spawn: Callable[..., str]
+    client: Client, spawn: Callable[..., str], route: str, body: object
 ) -> None:
     path = spawn()
-    code = "import os, signal; os.kill(os.getppid(), signal.SIGKILL); import time; time.sleep(30)"
-    answer = client.post(f"{path}/eval", {"code": code})
-    assert answer.status == 502 and answer.body["code"] == "guest_died", answer.content
-    later = client.post(f"{path}/eval", {"code": "1"})
-    assert later.status == 409 and later.body["code"] == "guest_died"
-    assert client.get(path).body["state"] == "dead"
+    answer = client.post(f"{path}/{route}", body)
+    assert answer.error == (502, "guest_died"), answer.content
+    assert client.post(f"{path}/eval", {"code": "1"}).error == (409, "guest_died")
+    info = client.get(path).body
+    assert (info["state"], info["pid"]) == ("dead", None) and info["cause"]
     assert client.get(f"{path}/console").status == 200
     assert client.delete(path).status == 204
     assert client.delete(path).status == 404

@@ -1,16 +1,16 @@
 """Who may ask: tokens over TCP, nothing over the unix socket, no pages of browsers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from daemon_cases import Client, fresh_home, running, wait_until
+from support_client import Client
+from support_daemon import served
+from support_images import made_home
+from support_processes import wait_until
 
-from forkd.daemon.app import make_api
-from forkd.daemon.openapi import render_openapi
+from forkd.daemon.app import ROUTES
 from forkd.daemon.tokens import TokenStore
 from forkd.host.paths import Home
 
@@ -20,22 +20,19 @@ FILE_TOKEN = "0123456789abcdef-file"
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Home, str, str]]:
     """A daemon that wants a token: home, unix socket, TCP."""
-    file = tmp_path_factory.mktemp("token") / "token"
-    file.write_text(FILE_TOKEN + "\n")
-    with fresh_home() as home, running(home, "--bind", "127.0.0.1:0", "--token-file", str(file)) as daemon:
-        unix, tcp = daemon.places(2)
+    root = tmp_path_factory.mktemp("guarded")
+    (root / "file").write_text(FILE_TOKEN + "\n")
+    flags = ["--bind", "127.0.0.1:0", "--token-file", str(root / "file")]
+    with made_home(root / "home") as home, served(home, *flags) as daemon:
+        unix, tcp = daemon.places
         yield home, unix, tcp
-
-
-def every_path() -> list[tuple[str, str]]:
-    paths = render_openapi(make_api())["paths"]
-    return [(method.upper(), path) for path, operations in paths.items() for method in operations]
 
 
 def test_every_path_wants_the_token_known_or_not(guarded: tuple[Home, str, str]) -> None:
     client = Client(guarded[2])
     seen = set()
-    for method, path in [*every_path(), ("GET", "/nope"), ("PATCH", "/v1/sandboxes"), ("GET", "/openapi.json")]:
+    every = [(route.method, route.path) for route in ROUTES]
+    for method, path in [*every, ("GET", "/nope"), ("PATCH", "/v1/sandboxes"), ("GET", "/openapi.json")]:
         answer = client.ask(method, path.replace("{id}", "sb-0123456789").replace("{pid}", "1"))
         if path in ("/healthz", "/readyz"):
             assert answer.status == 200
@@ -98,7 +95,7 @@ def test_without_tokens_pages_of_browsers_are_refused(tcp: Client) -> None:
         {"Sec-Fetch-Site": "cross-site"},
     ):
         answer = tcp.get("/version", headers=headers)
-        assert (answer.status, answer.body["code"]) == (403, "forbidden"), headers
+        assert answer.error == (403, "forbidden"), headers
 
 
 def test_the_unix_socket_is_its_owners(guarded: tuple[Home, str, str]) -> None:

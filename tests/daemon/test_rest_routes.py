@@ -1,10 +1,7 @@
 """Every route, over a real daemon with the fake engine: statuses, keys, and what really happens."""
 
-from __future__ import annotations
-
 import json
 import os
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,26 +9,85 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from daemon_cases import Client, is_alive, wait_until
+from support_client import Answer, Client
+from support_keys import PING, SANDBOX, SNAPSHOT, SNAPSHOT_DETAIL, VERSION, WORKSPACE
 from support_limits import cannot_limit_memory
+from support_processes import has_ended, wait_until
 
 from forkd.host.paths import Home
 from forkd.image import ImageStore
 
-SANDBOX_KEYS = {
-    *("id", "snapshot_tag", "netns", "guest_addr", "created_at_unix", "pid", "memory_limit_mib", "has_branched"),
-    *("cpu_limit", "pids_limit", "io_limit_mib_s"),
-    *("last_branch_memory_path", "branch_count", "state", "cause", "engine", "isolation", "deadline_unix"),
-    *("on_timeout", "labels", "metadata", "workspace", "way"),
-}
 Spawn = Callable[..., str]
+# Bodies that are refused, by path and status; paths that begin with "." are those of a sandbox.
+REFUSED: dict[str, dict[int, list[dict[str, Any]]]] = {
+    "/v1/sandboxes": {
+        400: [
+            *({"snapshot_tag": "base", "n": n} for n in (0, 1001)),
+            *({"snapshot_tag": "base", "env": {"A=B": "x"}}, {"snapshot_tag": "base", "labels": {"a b": "x"}}),
+            *({"snapshot_tag": "base", "n": 2, "agent_port": 4000}, {"snapshot_tag": "base", "timeout_secs": 0}),
+            {"snapshot_tag": "../base"},
+        ],
+        404: [{"snapshot_tag": "nope"}],
+        422: [{"snapshot_tag": "base", "n": -1}, {"n": 1}],
+    },
+    "/v1/snapshots": {
+        400: [
+            *({"tag": "a/b", "image": "small"}, {"tag": "new", "image": "small", "memory_mib": 1}),
+            *({"tag": "new", "image": "small", "cpu_template": name} for name in ("T9", "")),
+        ],
+        404: [{"tag": "new", "image": "nope"}],
+        409: [{"tag": "base", "image": "small"}],
+        422: [{"tag": "new"}, *({"tag": "new", "image": "small", key: 7} for key in ("cpu_template", "rehearse"))],
+    },
+    "/v1/snapshots/base/compact": {400: [{"to": "base"}], 422: [{}]},
+    "/v1/snapshots/nope/compact": {404: [{"to": "flat"}]},
+    "/v1/workspaces": {
+        400: [{"name": "a/b", "snapshot_tag": "base"}],
+        404: [{"name": "a", "snapshot_tag": "nope"}],
+        422: [{"name": "a"}],
+    },
+    "./exec": {
+        400: [
+            *({"args": []}, {}, {"args": ["a"], "shell": "b"}, {"args": ["a\0b"]}, {"args": ["ls"], "cwd": "relative"}),
+            *({"args": ["ls"], "timeout_secs": seconds} for seconds in (0, 86401)),
+            {"args": ["ls"], "pty": {"rows": 1, "cols": 1}},
+        ],
+        422: [
+            *({"args": "ls"}, {"args": ["ls", 3]}, {"args": ["ls"], "timeout_secs": "5"}),
+            {"args": ["ls"], "stdin": True},
+        ],
+    },
+    "./eval": {400: [{"code": "x" * (1024 * 1024 + 1)}], 422: [{}]},
+    "./processes": {422: [{"args": ["a"], "stdin": "text"}]},
+    "./rename": {
+        400: [{"name": ""}, {"name": "a b"}, {"name": "x" * 65}, {"name": "sb-0123456789"}],
+        422: [{}, {"name": 7}],
+    },
+    "./timeout": {400: [{"timeout_secs": 0}], 422: [{}, {"timeout_secs": "9"}]},
+    "./branch": {
+        400: [
+            *({"tag": "a/b"}, {"mode": "full", "diff": True}, {"diff": True, "live": True}),
+            *({"wait": False}, {"parent_tag": "base"}),
+        ],
+        422: [{"mode": "odd"}],
+    },
+    "./files/mkdir": {422: [{"path": 3}]},
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_bodies_that_are_refused(client: Client, sandbox: str, path: str) -> None:
+    for status, bodies in REFUSED[path].items():
+        for body in bodies:
+            answer = client.post(path.replace(".", sandbox, 1) if path.startswith(".") else path, body)
+            assert answer.status == status, (str(body)[:200], answer.content)
 
 
 def test_health_version_and_readiness(client: Client) -> None:
     assert client.get("/healthz").body == {"ok": True}
     assert client.get("/readyz").body == {"ready": True}
     version = client.get("/version").body
-    assert set(version) == {"version", "api", "engine", "isolation", "pid", "listeners"}
+    assert version.keys() == VERSION.keys()
     assert (version["api"], version["engine"], version["isolation"]) == ("v1", "fake", "none")
 
 
@@ -74,9 +130,7 @@ def test_a_snapshot_is_made_in_the_background_and_progress_is_told(client: Clien
     assert isinstance(answer.body["progress"], str)
     wait_until(lambda: client.get(f"/v1/snapshots/{new_tag}").body["status"] == "ready", "it is ready")
     body = client.get(f"/v1/snapshots/{new_tag}").body
-    assert set(body) == {
-        *("tag", "dir", "created_at_unix", "status", "bootable", "image_id", "engine", "memory_mib", "vcpus", "warm")
-    }
+    assert body.keys() == SNAPSHOT.keys()
     assert (body["memory_mib"], body["warm"], body["bootable"]) == (256, "import json", True)
     assert body in client.get("/v1/snapshots").body
     stages = [event["data"]["stage"] for event in client.get("/v1/events?type=snapshot.progress").body]
@@ -95,7 +149,7 @@ def test_the_form_of_forkd_names_an_image_of_the_store(client: Client, home: Hom
     assert client.delete(f"/v1/snapshots/{new_tag}").status == 204
     for kernel, rootfs in (("/etc/passwd", "/etc/shadow"), ("small", "/etc/shadow"), ("small", "../small"), ("", "")):
         refused = client.post("/v1/snapshots", {"tag": new_tag, "kernel": kernel, "rootfs": rootfs})
-        assert (refused.status, refused.body["code"]) == (400, "invalid_input")
+        assert refused.error == (400, "invalid_input")
         assert "store" in refused.body["hint"]
     assert client.post("/v1/snapshots", {"tag": new_tag, "kernel": "small", "rootfs": "small"}).status == 201
     assert client.post("/v1/snapshots", {**body, "boot_wait_secs": 61}).status == 400
@@ -104,7 +158,7 @@ def test_the_form_of_forkd_names_an_image_of_the_store(client: Client, home: Hom
 
 def test_a_warm_up_that_fails_is_the_answer_to_who_waits_and_stays_to_be_seen(client: Client, new_tag: str) -> None:
     answer = client.post("/v1/snapshots", {"tag": new_tag, "image": "small", "warm": "1/0", "wait": True})
-    assert (answer.status, answer.body["code"]) == (422, "warmup_failed")
+    assert answer.error == (422, "warmup_failed")
     assert "ZeroDivisionError" in answer.body["details"]
     body = client.get(f"/v1/snapshots/{new_tag}").body
     assert (body["status"], body["code"], body["bootable"]) == ("failed", "warmup_failed", False)
@@ -112,30 +166,15 @@ def test_a_warm_up_that_fails_is_the_answer_to_who_waits_and_stays_to_be_seen(cl
     assert client.delete(f"/v1/snapshots/{new_tag}").status == 204
 
 
-def test_what_snapshots_cannot_be_made_of(client: Client, new_tag: str) -> None:
-    assert client.post("/v1/snapshots", {"tag": new_tag}).status == 422
-    assert client.post("/v1/snapshots", {"tag": new_tag, "image": "nope"}).status == 404
-    assert client.post("/v1/snapshots", {"tag": "a/b", "image": "small"}).status == 400
-    assert client.post("/v1/snapshots", {"tag": "base", "image": "small"}).status == 409
-    assert client.post("/v1/snapshots", {"tag": new_tag, "image": "small", "memory_mib": 1}).status == 400
-    for template in ("T9", "", 2):
-        answer = client.post("/v1/snapshots", {"tag": new_tag, "image": "small", "cpu_template": template})
-        assert answer.status in (400, 422), template
-
-
 def test_a_cpu_template_is_only_for_an_engine_that_has_them(client: Client, new_tag: str) -> None:
     body = {"tag": new_tag, "image": "small", "cpu_template": "T2", "wait": True}
-    answer = client.post("/v1/snapshots", body)
-    assert (answer.status, answer.body["code"]) == (501, "unsupported")
+    assert client.post("/v1/snapshots", body).error == (501, "unsupported")
     assert client.delete(f"/v1/snapshots/{new_tag}").status == 204
 
 
 def test_details_of_a_snapshot(client: Client) -> None:
     body = client.get("/v1/snapshots/base/info").body
-    assert set(body) == {
-        *("tag", "dir", "created_at_unix", "memory_logical_bytes", "memory_physical_bytes", "vmstate_bytes"),
-        *("chain_depth", "dependents", "ancestors"),
-    }
+    assert body.keys() == SNAPSHOT_DETAIL.keys()
     assert (body["chain_depth"], body["dependents"], body["ancestors"]) == (0, [], [])
     assert client.get("/v1/snapshots/nope/info").status == 404
 
@@ -147,15 +186,14 @@ def test_a_rehearsal_is_kept_with_its_snapshot_and_bounded_as_the_warm_up_is(cli
     assert "rehearsal" not in client.get("/v1/snapshots/base").body
     assert client.delete(f"/v1/snapshots/{new_tag}").status == 204
     large = client.post("/v1/snapshots", {**body, "rehearse": "x" * (512 * 1024 + 1)})
-    assert (large.status, large.body["code"]) == (400, "invalid_input")
+    assert large.error == (400, "invalid_input")
     assert "The rehearsal is larger than" in large.body["error"]
-    assert client.post("/v1/snapshots", {**body, "rehearse": 7}).status == 422
     assert client.get(f"/v1/snapshots/{new_tag}").status == 404
 
 
 def test_an_engine_without_templates_says_so_and_forks_without(client: Client, spawn: Spawn) -> None:
     refused = client.post("/v1/snapshots/base/warm")
-    assert (refused.status, refused.body["code"]) == (501, "unsupported")
+    assert refused.error == (501, "unsupported")
     assert "the engine fake cannot do it yet" in refused.body["error"] and "forkd doctor" in refused.body["hint"]
     assert client.post("/v1/snapshots/nope/warm").status == 404
     assert client.post("/v1/snapshots/no%20tag/warm").status == 400
@@ -171,11 +209,7 @@ def test_the_flags_of_deleting_exclude_each_other(client: Client) -> None:
 
 
 def test_compacting_is_checked_and_not_there_yet(client: Client) -> None:
-    answer = client.post("/v1/snapshots/base/compact", {"to": "flat"})
-    assert (answer.status, answer.body["code"]) == (501, "unsupported")
-    assert client.post("/v1/snapshots/base/compact", {"to": "base"}).status == 400
-    assert client.post("/v1/snapshots/base/compact", {}).status == 422
-    assert client.post("/v1/snapshots/nope/compact", {"to": "flat"}).status == 404
+    assert client.post("/v1/snapshots/base/compact", {"to": "flat"}).error == (501, "unsupported")
 
 
 def test_lists_come_in_pages(client: Client, spawn: Spawn) -> None:
@@ -214,7 +248,7 @@ def test_a_life_of_a_sandbox(client: Client) -> None:
     )
     assert answer.status == 201
     one, two = answer.body
-    assert set(one) == SANDBOX_KEYS
+    assert set(one) == SANDBOX.keys()
     assert one["guest_addr"] != two["guest_addr"]
     assert (one["state"], one["snapshot_tag"], one["memory_limit_mib"]) == ("running", "base", None)
     assert (one["labels"], one["metadata"]) == ({"team": "a"}, {"note": "für dich"})
@@ -222,14 +256,14 @@ def test_a_life_of_a_sandbox(client: Client) -> None:
         *(None, False, None, 0),
     )
     assert one["deadline_unix"] > time.time() + 3000
-    assert is_alive(one["pid"])
+    assert not has_ended(one["pid"])
     assert client.get(f"/v1/sandboxes/{one['id']}").body == one
     for each in (one, two):
         deleted = client.delete(f"/v1/sandboxes/{each['id']}")
         assert (deleted.status, deleted.content) == (204, b"")
         assert client.delete(f"/v1/sandboxes/{each['id']}").status == 404
         assert client.get(f"/v1/sandboxes/{each['id']}").status == 404
-    assert not is_alive(one["pid"])
+    assert has_ended(one["pid"])
 
 
 def test_a_spawn_says_how_long_each_step_took_when_it_is_asked_to(client: Client) -> None:
@@ -237,10 +271,10 @@ def test_a_spawn_says_how_long_each_step_took_when_it_is_asked_to(client: Client
     made = client.post("/v1/sandboxes?phases=true", {"snapshot_tag": "base", "n": 2}, headers=key)
     assert made.status == 201
     for info in made.body:
-        assert set(info) == SANDBOX_KEYS | {"phases_ms"}
+        assert set(info) == SANDBOX.keys() | {"phases_ms"}
         assert "contract" in info["phases_ms"] and all(took_ms >= 0 for took_ms in info["phases_ms"].values())
     again = client.post("/v1/sandboxes?phases=true", {"snapshot_tag": "base", "n": 2}, headers=key)
-    assert [set(info) for info in again.body] == [SANDBOX_KEYS] * 2  # it was not made now
+    assert [set(info) for info in again.body] == [SANDBOX.keys()] * 2  # it was not made now
     assert client.post("/v1/sandboxes?phases=yes", {"snapshot_tag": "base"}).status == 400
     for info in made.body:
         assert client.delete(f"/v1/sandboxes/{info['id']}").status == 204
@@ -262,23 +296,9 @@ def test_sandboxes_are_found_by_what_they_are(client: Client, spawn: Spawn) -> N
         assert client.get(f"/v1/sandboxes?{query}").status == 400, query
 
 
-def test_what_cannot_be_spawned(client: Client) -> None:
-    def status(**body: Any) -> int:
-        return client.post("/v1/sandboxes", body).status
-
-    assert status(snapshot_tag="nope") == 404
-    assert status(snapshot_tag="../base") == 400
-    assert status(snapshot_tag="base", n=0) == 400
-    assert status(snapshot_tag="base", n=1001) == 400
-    assert status(snapshot_tag="base", n=-1) == 422
-    for option in ("live_fork", "hugepages"):
-        answer = client.post("/v1/sandboxes", {"snapshot_tag": "base", option: True})
-        assert (answer.status, answer.body["code"]) == (400, "unsupported")
-    assert status(snapshot_tag="base", env={"A=B": "x"}) == 400
-    assert status(snapshot_tag="base", labels={"a b": "x"}) == 400
-    assert status(snapshot_tag="base", n=2, agent_port=4000) == 400
-    assert status(snapshot_tag="base", timeout_secs=0) == 400
-    assert status(n=1) == 422
+@pytest.mark.parametrize("option", ["live_fork", "hugepages"])
+def test_what_is_not_built_yet_is_unsupported(client: Client, option: str) -> None:
+    assert client.post("/v1/sandboxes", {"snapshot_tag": "base", option: True}).error == (400, "unsupported")
 
 
 def test_the_same_idempotency_key_gives_the_same_sandboxes(client: Client, spawn: Spawn) -> None:
@@ -288,8 +308,7 @@ def test_the_same_idempotency_key_gives_the_same_sandboxes(client: Client, spawn
     again = client.post("/v1/sandboxes", {"labels": {"key": "1"}, "snapshot_tag": "base"}, headers=key)
     assert (first.status, again.status) == (201, 201)
     assert [each["id"] for each in first.body] == [each["id"] for each in again.body]
-    other = client.post("/v1/sandboxes", {**body, "n": 2}, headers=key)
-    assert (other.status, other.body["code"]) == (409, "conflict")
+    assert client.post("/v1/sandboxes", {**body, "n": 2}, headers=key).error == (409, "conflict")
     assert client.post("/v1/sandboxes", body, headers={"Idempotency-Key": "x" * 201}).status == 400
     assert client.post("/v1/sandboxes", body, headers={"Idempotency-Key": "a\tb"}).status == 400
     assert client.delete(f"/v1/sandboxes/{first.body[0]['id']}").status == 204
@@ -309,11 +328,34 @@ def test_a_paused_sandbox_is_not_running_and_goes_on_afterwards(client: Client, 
         client.post(f"{path}/exec/stream", {"args": ["true"]}),
         client.post(f"{path}/processes", {"args": ["true"]}),
     ):
-        assert (refused.status, refused.body["code"]) == (409, "not_running")
+        assert refused.error == (409, "not_running")
     for _ in range(2):
         answer = client.post(f"{path}/resume", data=b"", headers={"Content-Type": "application/json"})
         assert (answer.status, answer.body["state"]) == (200, "running")
     assert client.post(f"{path}/eval", {"code": "mark"}).body["value"] == 7
+
+
+def test_a_name_is_as_good_as_an_id(client: Client, spawn: Callable[..., str]) -> None:
+    path, other = spawn(), spawn()
+    sandbox_id = path.rpartition("/")[2]
+    assert client.get(path).body["name"] is None
+    assert client.post(f"{path}/rename", {"name": "web"}).body["name"] == "web"
+    named = "/v1/sandboxes/web"
+    assert client.get(named).body == client.get(path).body
+    assert client.post(f"{named}/eval", {"code": "past"}).body["value"] == 41
+    assert client.post(f"{named}/pause").body["state"] == "paused"
+    assert client.post(f"{named}/resume").body["id"] == sandbox_id
+    assert client.post(f"{named}/timeout", {"timeout_secs": 900}).status == 200
+    assert client.get(f"{named}/console").status == 200
+    events = client.get("/v1/events?follow=false&sandbox_id=web").body
+    assert events == client.get(f"/v1/events?follow=false&sandbox_id={sandbox_id}").body
+    assert ("sandbox.renamed", {"name": "web"}) in [(event["type"], event["data"]) for event in events]
+    assert client.post(f"{other}/rename", {"name": "web"}).error == (409, "conflict")
+    assert client.post(f"{named}/rename", {"name": None}).body["name"] is None
+    assert client.get(named).status == 404
+    assert client.post(f"{other}/rename", {"name": "web"}).status == 200
+    assert client.delete(named).status == 204
+    assert client.get(other).status == 404
 
 
 def test_a_deadline_can_be_moved_and_taken_away(client: Client, spawn: Spawn) -> None:
@@ -321,9 +363,6 @@ def test_a_deadline_can_be_moved_and_taken_away(client: Client, spawn: Spawn) ->
     body = client.post(f"{path}/timeout", {"timeout_secs": 50, "on_timeout": "pause"}).body
     assert (body["on_timeout"], 40 < body["deadline_unix"] - time.time() < 60) == ("pause", True)
     assert client.post(f"{path}/timeout", {"timeout_secs": None}).body["deadline_unix"] is None
-    assert client.post(f"{path}/timeout", {}).status == 422
-    assert client.post(f"{path}/timeout", {"timeout_secs": 0}).status == 400
-    assert client.post(f"{path}/timeout", {"timeout_secs": "9"}).status == 422
 
 
 def test_a_sandbox_that_died_says_so(client: Client, spawn: Spawn) -> None:
@@ -333,33 +372,13 @@ def test_a_sandbox_that_died_says_so(client: Client, spawn: Spawn) -> None:
     body = client.get(path).body
     assert body["pid"] is None
     assert body["cause"]
-    answer = client.post(f"{path}/exec", {"args": ["true"]})
-    assert (answer.status, answer.body["code"]) == (409, "guest_died")
+    assert client.post(f"{path}/exec", {"args": ["true"]}).error == (409, "guest_died")
     assert client.get(f"{path}/console").status == 200
-
-
-def test_a_sandbox_that_dies_during_a_call_is_the_answer(client: Client, spawn: Spawn) -> None:
-    path = spawn()
-    pid = client.get(path).body["pid"]
-    # Its own command does it: then the call is under way for certain.
-    answer = client.post(f"{path}/exec", {"shell": f"kill -9 {pid}; sleep 20"})
-    assert (answer.status, answer.body["code"]) == (502, "guest_died")
 
 
 def test_branching_is_checked_and_not_there_yet(client: Client, sandbox: str) -> None:
     for body in ({}, {"tag": "x", "diff": True}, {"mode": "live", "wait": False}):
-        answer = client.post(f"{sandbox}/branch", body)
-        assert (answer.status, answer.body["code"]) == (501, "unsupported")
-    illegal: list[dict[str, Any]] = [
-        {"tag": "a/b"},
-        {"mode": "full", "diff": True},
-        {"diff": True, "live": True},
-        {"wait": False},
-        {"parent_tag": "base"},
-    ]
-    for body in illegal:
-        assert client.post(f"{sandbox}/branch", body).status == 400
-    assert client.post(f"{sandbox}/branch", {"mode": "odd"}).status == 422
+        assert client.post(f"{sandbox}/branch", body).error == (501, "unsupported")
     assert client.post("/v1/sandboxes/sb-0000000000/branch", {}).status == 404
 
 
@@ -378,7 +397,7 @@ def test_ping_needs_no_body_and_minds_none(client: Client, sandbox: str) -> None
     for more in ({}, {"headers": {"Content-Type": "application/json"}}, {"body": {"a": 1}}, {"data": b"x"}):
         answer = client.post(f"{sandbox}/ping", **more)  # type: ignore[arg-type]
         assert answer.status == 200
-        assert set(answer.body) == {"pong", "numpy_version", "pid", "agent_lang", "warmup_ready"}
+        assert answer.body.keys() == PING.keys()
     assert (answer.body["pong"], answer.body["agent_lang"], answer.body["warmup_ready"]) == (True, "python", True)
 
 
@@ -392,29 +411,10 @@ def test_exec_runs_what_it_is_told(client: Client, sandbox: str) -> None:
 
 
 def test_exec_that_cannot_start_or_takes_too_long_is_an_error(client: Client, sandbox: str) -> None:
-    missing = client.post(f"{sandbox}/exec", {"args": ["/no/such/program"]})
-    assert (missing.status, missing.body["code"]) == (422, "command_not_started")
+    assert client.post(f"{sandbox}/exec", {"args": ["/no/such/program"]}).error == (422, "command_not_started")
     late = client.post(f"{sandbox}/exec", {"shell": "echo before; sleep 30", "timeout_secs": 0.3})
-    assert (late.status, late.body["code"]) == (504, "guest_timeout")
+    assert late.error == (504, "guest_timeout")
     assert (late.body["stdout"], late.body["stderr"]) == ("before\n", "")
-
-
-def test_what_exec_does_not_take(client: Client, sandbox: str) -> None:
-    def status(body: Any) -> int:
-        return client.post(f"{sandbox}/exec", body).status
-
-    assert status({"args": []}) == 400
-    assert status({}) == 400
-    assert status({"args": ["a"], "shell": "b"}) == 400
-    assert status({"args": ["a\0b"]}) == 400
-    assert status({"args": "ls"}) == 422
-    assert status({"args": ["ls", 3]}) == 422
-    assert status({"args": ["ls"], "timeout_secs": 0}) == 400
-    assert status({"args": ["ls"], "timeout_secs": 86401}) == 400
-    assert status({"args": ["ls"], "timeout_secs": "5"}) == 422
-    assert status({"args": ["ls"], "pty": {"rows": 1, "cols": 1}}) == 400
-    assert status({"args": ["ls"], "cwd": "relative"}) == 400
-    assert status({"args": ["ls"], "stdin": True}) == 422
 
 
 def test_output_beyond_the_limit_is_cut_and_said(client: Client, sandbox: str) -> None:
@@ -448,8 +448,6 @@ def test_eval_that_takes_too_long_is_interrupted(client: Client, sandbox: str) -
     assert (answer.status, answer.body["code"], answer.body["stdout"]) == (504, "guest_timeout", "1\n")
     assert answer.body["interpreter_restarted"] is False
     assert client.post(f"{sandbox}/eval", {"code": "past > 0"}).body["value"] is True
-    assert client.post(f"{sandbox}/eval", {"code": "x" * (1024 * 1024 + 1)}).status == 400
-    assert client.post(f"{sandbox}/eval", {}).status == 422
 
 
 def test_exec_is_streamed_as_it_comes(client: Client, sandbox: str) -> None:
@@ -491,9 +489,9 @@ def test_a_client_that_goes_away_ends_its_command_and_its_evaluation(
         file = Path("/tmp", name)
         wait_until(lambda file=file: file.exists() and file.read_text().strip(), "the command runs")
         pid = int(file.read_text())
-        assert is_alive(pid)
+        assert not has_ended(pid)
         sock.close()
-        wait_until(lambda pid=pid: not is_alive(pid), "the command was ended")
+        wait_until(lambda pid=pid: has_ended(pid), "the command was ended")
         file.unlink()
     sock = client.raw()
     code = f"import time\nstuck = 1\nopen('{tmp_path}/stuck', 'w').close()\ntime.sleep(98)"
@@ -511,16 +509,13 @@ def _request(method: str, path: str, body: bytes, more: str = "") -> bytes:
 
 
 def test_a_client_that_half_closes_gets_an_answer(client: Client, sandbox: str) -> None:
-    def ask(route: str, body: bytes) -> bytes:
-        with client.raw() as sock:
-            sock.sendall(_request("POST", f"{sandbox}/{route}", body))
-            sock.shutdown(socket.SHUT_WR)
-            return b"".join(iter(lambda: sock.recv(65536), b""))
+    def ask(body: bytes) -> Answer:
+        return client.exchange(_request("POST", f"{sandbox}/exec", body), half_close=True)
 
-    assert b" 200 OK" in ask("exec", b'{"args": ["true"]}')
-    long = ask("exec", b'{"args": ["sleep", "30"]}')
-    assert b" 400 " in long
-    assert b"Keep the connection open" in long
+    assert ask(b'{"args": ["true"]}').status == 200
+    long = ask(b'{"args": ["sleep", "30"]}')
+    assert long.status == 400
+    assert b"Keep the connection open" in long.content
 
 
 # Processes
@@ -573,7 +568,6 @@ def test_what_processes_do_not_take(client: Client, sandbox: str) -> None:
     assert client.post(f"{path}/signal", {"signal": "KILL"}).status == 422
     assert client.post(f"{path}/stdin", data=b"x").status == 409
     assert client.post(f"{path}/stdin", data=b"x" * (1024 * 1024 + 1)).status == 413
-    assert client.post(f"{sandbox}/processes", {"args": ["a"], "stdin": "text"}).status == 422
     for bad in ("0", "-1", "x", "99999999999999999999", "%00", "1e3"):
         assert client.get(f"{sandbox}/processes/{bad}").status == 404, bad
     assert client.get(f"{sandbox}/processes/999999").status == 404
@@ -633,8 +627,7 @@ def test_names_that_are_no_utf8_come_through(client: Client, sandbox: str, tmp_p
 
 def test_errors_of_files_have_their_status(client: Client, sandbox: str) -> None:
     def get(query: str) -> tuple[int, str]:
-        answer = client.get(f"{sandbox}/files{query}")
-        return answer.status, answer.body["code"]
+        return client.get(f"{sandbox}/files{query}").error
 
     assert get("?path=/no/such") == (404, "not_found")
     assert get("?path=/etc") == (400, "is_dir")
@@ -650,7 +643,6 @@ def test_errors_of_files_have_their_status(client: Client, sandbox: str) -> None
     for mode in ("9", "rwx", "77777", "-1", ""):
         answer = client.ask("PUT", f"{sandbox}/files?path=/tmp/x&mode={mode}", data=b"")
         assert answer.status == 400, mode
-    assert client.post(f"{sandbox}/files/mkdir", {"path": 3}).status in (400, 422)
 
 
 # Limits
@@ -663,7 +655,7 @@ def test_a_limit_that_the_host_cannot_enforce_is_refused(client: Client) -> None
         spawned = client.post("/v1/sandboxes", {"snapshot_tag": "base", **body})
         made = client.post("/v1/workspaces", {"name": "desk", "snapshot_tag": "base", **body})
         for answer in (spawned, made):
-            assert (answer.status, answer.body["code"]) == (501, "unsupported"), body
+            assert answer.error == (501, "unsupported"), body
             assert "cannot be enforced on this host" in answer.body["error"]
             assert answer.body["hint"]
     assert (client.get("/v1/sandboxes").body, client.get("/v1/workspaces").body) == (before, [])
@@ -676,9 +668,7 @@ def test_a_workspace_is_suspended_and_resumed_where_it_was(client: Client) -> No
     body = {"name": "desk", "snapshot_tag": "base", "per_child_netns": False, "memory_limit_mib": None}
     made = client.post("/v1/workspaces", body)
     assert made.status == 201
-    assert set(made.body) == {
-        *("id", "name", "source_snapshot_tag", "status", "created_at_unix", "last_active_unix", "live_sandbox_id")
-    }
+    assert made.body.keys() == WORKSPACE.keys()
     assert client.post("/v1/workspaces", body).status == 409
     sandbox = f"/v1/sandboxes/{made.body['live_sandbox_id']}"
     assert client.get(sandbox).body["workspace"] == "desk"
@@ -695,12 +685,6 @@ def test_a_workspace_is_suspended_and_resumed_where_it_was(client: Client) -> No
     assert client.delete("/v1/workspaces/desk").status == 404
     assert client.get(sandbox).status == 404
     assert client.get("/v1/workspaces").body == []
-
-
-def test_a_workspace_of_nothing_is_refused(client: Client) -> None:
-    assert client.post("/v1/workspaces", {"name": "a", "snapshot_tag": "nope"}).status == 404
-    assert client.post("/v1/workspaces", {"name": "a/b", "snapshot_tag": "base"}).status == 400
-    assert client.post("/v1/workspaces", {"name": "a"}).status == 422
     assert client.get("/v1/workspaces/nope").status == 404
     assert client.get("/v1/workspaces/a%20b").status in (400, 404)
 
@@ -752,7 +736,7 @@ def test_the_audit_log_says_who_did_what_to_which_sandbox(client: Client, home: 
 def test_unknown_routes_and_methods_are_told_as_errors_of_ours(client: Client, method: str) -> None:
     for path in ("/", "/v1", "/v1/", "/v1/sandboxes/", "/v2/sandboxes", "/docs", "/%00", "/v1//sandboxes"):
         answer = client.ask(method, path)
-        assert (answer.status, answer.body["code"]) == (404, "not_found"), path
+        assert answer.error == (404, "not_found"), path
     wrong = client.ask("PATCH", "/v1/sandboxes")
-    assert (wrong.status, wrong.body["code"]) == (405, "method_not_allowed")
+    assert wrong.error == (405, "method_not_allowed")
     assert wrong.headers["Allow"] == "GET, POST"

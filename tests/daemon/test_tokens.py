@@ -1,14 +1,13 @@
 """Tokens: shown once, kept as digests, found whichever it is, gone when revoked."""
 
-from __future__ import annotations
-
 import json
 import stat
 from pathlib import Path
 
 import pytest
 
-from forkd.daemon.access import is_plain_host, parse_bearer, refuse_page
+from forkd.cli.main import main
+from forkd.daemon.app import is_plain_host, parse_bearer, refuse_page
 from forkd.daemon.tokens import PREFIX, TOKEN_FILE_NAME, Keyring, TokenStore, read_token_file
 from forkd.errors import Conflict, HostLacks, InvalidInput, NotFound
 
@@ -129,3 +128,38 @@ def test_pages_of_browsers_are_refused() -> None:
     assert refuse_page([(b"origin", b"null")]) is not None
     assert refuse_page([(b"sec-fetch-site", b"cross-site")]) is not None
     assert refuse_page([(b"host", b"localhost"), (b"host", b"evil.example")]) is not None
+
+
+# forkd token
+
+
+@pytest.fixture
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FORKD_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_token_is_shown_once_listed_by_name_and_revoked(own_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keyring = Keyring(own_home / "tokens.json")
+    assert main(["token", "create", "ci"]) == 0
+    value = capsys.readouterr().out.strip()
+    assert keyring.identify(value) == "ci"
+    assert main(["token", "ls"]) == 0
+    listed = capsys.readouterr().out
+    assert "ci" in listed
+    assert value not in listed
+    assert main(["token", "create", "ci"]) == Conflict.exit_code
+    assert main(["token", "revoke", "ci"]) == 0
+    assert "No token is left" in capsys.readouterr().err
+    assert keyring.identify(value) is None
+    assert main(["token", "revoke", "ci"]) == NotFound.exit_code
+
+
+def test_programs_get_json(own_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["token", "create", "a", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert Keyring(own_home / "tokens.json").identify(made["token"]) == made["name"] == "a"
+    assert main(["token", "ls", "--json"]) == 0
+    assert [token["name"] for token in json.loads(capsys.readouterr().out)] == ["a"]
+    assert main(["token", "revoke", "a", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"name": "a", "revoked": True, "left": 0}

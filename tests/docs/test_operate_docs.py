@@ -1,6 +1,4 @@
-"""What docs/operate says is what the code does, and the systemd unit holds what it promises."""
-
-from __future__ import annotations
+"""What the docs say about running the daemon is what the code does, and the systemd unit holds what it promises."""
 
 import ctypes.util
 import dataclasses
@@ -19,19 +17,19 @@ from support_images import make_image
 from unit_filter import allowed_calls, parse_unit, read_sets
 
 from forkd.client.controller import Controller
-from forkd.daemon import audit, serve, settings
-from forkd.daemon.audit import AuditEntry
+from forkd.daemon import logs, serve, settings
 from forkd.daemon.metrics import Metrics
 from forkd.daemon.settings import OPTIONS, merge_settings
 from forkd.engines.qemu.machine import ADOPT_DEADLINE_S
 from forkd.host import faults
 from forkd.host.marked import find_marked
 from forkd.host.paths import Home
+from forkd.host.probe import CHECKS
 from forkd.model.sandbox import TRANSITIONS, State
-from forkd.runtime import events, ports, upkeep
+from forkd.runtime import events, ports, runtime
 
 ROOT = Path(__file__).parents[2]
-OPERATE = ROOT / "docs/operate"
+DOCS = ROOT / "docs"
 UNIT = ROOT / "packaging/forkd.service"
 FILTER = Path(__file__).with_name("unit_filter.py")
 
@@ -44,7 +42,7 @@ _needs_filter = pytest.mark.skipif(
 
 
 def read(name: str) -> str:
-    return (OPERATE / name).read_text()
+    return (DOCS / name).read_text()
 
 
 def table(text: str, first: str) -> Iterator[list[str]]:
@@ -78,25 +76,22 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 def test_the_table_of_settings_is_that_of_the_code() -> None:
     places = Home(Path("/<home>"), Path("/<runtime>"))
-    documented = [[ticked(cell)[0] for cell in row[:4]] for row in table(read("settings.md"), "key")]
+    documented = [[ticked(cell)[0] for cell in row[:4]] for row in table(read("reference/settings.md"), "key")]
     assert documented == [
-        [option.key, option.flag, option.variable, option.default(places).removeprefix("/")] for option in OPTIONS
+        [option.key, option.flag, option.variable, option.default_in(places).removeprefix("/")] for option in OPTIONS
     ]
 
 
 def test_the_values_of_a_setting_are_all_in_its_row() -> None:
-    rows = {ticked(row[0])[0]: row[4] for row in table(read("settings.md"), "key")}
-    for key, allowed in (
-        ("log_format", settings.LOG_FORMATS),
-        ("log_level", settings.LOG_LEVELS),
-        ("on_stop", settings.ON_STOP),
-        ("engine", ("auto", *settings.ENGINES)),
-    ):
+    rows = {ticked(row[0])[0]: row[4] for row in table(read("reference/settings.md"), "key")}
+    choices = {option.key: option.metavar.split("|") for option in OPTIONS if "|" in option.metavar}
+    assert {"log_format", "log_level", "on_stop"} <= set(choices)
+    for key, allowed in {**choices, "engine": ["auto", *settings.ENGINES]}.items():
         assert set(allowed) <= set(ticked(rows[key])), key
 
 
 def test_the_settings_file_in_the_documents_is_one() -> None:
-    (example,) = re.findall(r"```toml\n(.*?)```", read("settings.md"), re.DOTALL)
+    (example,) = re.findall(r"```toml\n(.*?)```", read("reference/settings.md"), re.DOTALL)
     merged = merge_settings({}, {}, tomllib.loads(example), Home(Path("/h"), Path("/r")))
     assert merged.bind is not None and not merged.bind.loopback
 
@@ -109,7 +104,7 @@ def test_the_table_of_metrics_is_what_prometheus_sees() -> None:
     for family in Metrics().registry.collect():
         name = f"{family.name}_total" if family.type == "counter" else family.name
         exposed[name] = family.type
-    documented = {ticked(row[0])[0]: row[1] for row in table(read("monitoring.md"), "name")}
+    documented = {ticked(row[0])[0]: row[1] for row in table(read("reference/metrics.md"), "name")}
     assert documented == exposed
 
 
@@ -120,33 +115,43 @@ def test_the_labels_of_the_metrics_are_in_the_table() -> None:
         for collector, names in metrics.registry._collector_to_names.items()
         for name in names
     }
-    for row in table(read("monitoring.md"), "name"):
+    for row in table(read("reference/metrics.md"), "name"):
         assert ticked(row[2]) == labels[ticked(row[0])[0]], row[0]
 
 
 def test_the_alerts_ask_for_metrics_that_exist() -> None:
-    documented = {ticked(row[0])[0] for row in table(read("monitoring.md"), "name")}
-    asked = {name for row in table(read("monitoring.md"), "when") for name in re.findall(r"forkd_\w+", row[0])}
+    documented = {ticked(row[0])[0] for row in table(read("reference/metrics.md"), "name")}
+    asked = {name for row in table(read("how-to/monitoring.md"), "when") for name in re.findall(r"forkd_\w+", row[0])}
     assert asked
     assert asked <= documented
 
 
 def test_the_fields_of_the_audit_log_are_those_of_the_code() -> None:
-    documented = [name for row in table(read("monitoring.md"), "field") for name in ticked(row[0])]
-    assert documented == [field.name for field in dataclasses.fields(AuditEntry)]
+    documented = [name for row in table(read("reference/metrics.md"), "field") for name in ticked(row[0])]
+    assert documented == [field.name for field in dataclasses.fields(logs.AuditEntry)]
+
+
+# Doctor
+
+
+def test_the_checks_of_doctor_are_in_the_table() -> None:
+    documented = {name for row in table(read("reference/doctor.md"), "check") for name in ticked(row[0])}
+    found_beside_others = {"tcg", "qemu with kvm", "jailer"}
+    assert documented == {check.name for check in CHECKS} | found_beside_others
 
 
 # Crashes
 
 
 def test_the_states_are_those_of_the_code() -> None:
-    assert [ticked(row[0])[0] for row in table(read("crashes.md"), "state")] == [state.value for state in State]
+    documented = [ticked(row[0])[0] for row in table(read("explanation/crashes.md"), "state")]
+    assert documented == [state.value for state in State]
 
 
 def test_the_transitions_are_those_that_are_allowed() -> None:
     documented = {
         (State(before), State(after))
-        for row in table(read("crashes.md"), "from")
+        for row in table(read("explanation/crashes.md"), "from")
         for before in ticked(row[0])
         for after in ticked(row[1])
     }
@@ -155,17 +160,18 @@ def test_the_transitions_are_those_that_are_allowed() -> None:
 
 
 def test_the_numbers_in_the_documents_are_those_of_the_code() -> None:
-    crashes, monitoring, security = read("crashes.md"), read("monitoring.md"), read("security.md")
+    crashes, security = read("explanation/crashes.md"), read("explanation/security.md")
+    monitoring, metrics = read("how-to/monitoring.md"), read("reference/metrics.md")
     assert f"{serve.DRAIN_S:g} s" in crashes
     assert f"within {ADOPT_DEADLINE_S:g} s" in crashes
-    assert f"kept for {upkeep.DEAD_KEPT_S / 60:g} minutes" in crashes
-    assert f"for {upkeep.DEAD_KEPT_S / 60:g} minutes" in monitoring
-    assert f"At {audit.MAX_BYTES >> 20} MiB" in monitoring
-    assert {5: "five"}[audit.KEPT] in monitoring
+    assert f"kept for {runtime.DEAD_KEPT_S / 60:g} minutes" in crashes
+    assert f"for {runtime.DEAD_KEPT_S / 60:g} minutes" in metrics
+    assert f"At {logs.AUDIT_BYTES >> 20} MiB" in monitoring
+    assert {5: "five"}[logs.AUDIT_KEPT] in monitoring
     assert f"the last {events.KEPT:,}" in monitoring
-    assert {0.5: "every half second"}[upkeep.TICK_S] in crashes
+    assert {0.5: "every half second"}[runtime.TICK_S] in crashes
     assert f"{ports.MAX_SERVED} connections" in security
-    assert upkeep.SPAWN_KEYS_KEPT_S == 24 * 3600 and "for a day" in security
+    assert runtime.SPAWN_KEYS_KEPT_S == 24 * 3600 and "for a day" in security
 
 
 def test_the_fault_point_in_contributing_is_one() -> None:
@@ -199,7 +205,7 @@ def test_the_unit_gives_the_daemon_more_time_than_it_takes() -> None:
 
 def test_every_line_of_the_unit_that_the_document_explains_is_in_it() -> None:
     text = UNIT.read_text()
-    for row in table(read("install.md"), "line"):
+    for row in table(read("explanation/systemd-unit.md"), "line"):
         for line in ticked(row[0]):
             assert f"\n{line}" in text, line
 
@@ -207,7 +213,7 @@ def test_every_line_of_the_unit_that_the_document_explains_is_in_it() -> None:
 @_needs_analyze
 def test_systemd_finds_no_fault_in_the_unit(tmp_path: Path) -> None:
     done = analyze(tmp_path, "verify")
-    # Before version 254 it does not know the subgroup; install.md has what that means.
+    # Before version 254 it does not know the subgroup; systemd-unit.md has what that means.
     complaints = [line for line in done.stderr.splitlines() if "Unknown key 'DelegateSubgroup'" not in line]
     assert (done.returncode, complaints) == (0, [])
 
@@ -310,13 +316,13 @@ def test_the_readme_leads_to_a_sandbox_by_python_and_by_curl(home: Home) -> None
         assert controller.list_sandboxes() == []
         if shutil.which("curl") is None or shutil.which("jq") is None:
             pytest.skip("curl or jq is not installed")
-        [address] = daemon.tcp_urls
+        _, address = daemon.places
         script = "\n".join(line.removeprefix("$ ") for line in console.splitlines())
         answer = run(["sh", "-ec", script.replace("http://127.0.0.1:8889", address)], variables)
         assert '"exit_code": 0' in answer
         assert controller.list_sandboxes() == []
         assert set(re.findall(r"^# TYPE (\w+)", controller.metrics(), re.MULTILINE)) == {
-            ticked(row[0])[0] for row in table(read("monitoring.md"), "name")
+            ticked(row[0])[0] for row in table(read("reference/metrics.md"), "name")
         }
 
 

@@ -1,7 +1,5 @@
 """What the documents tell people to type exists, and what they link to is there."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex
@@ -16,7 +14,7 @@ from forkd.cli.main import build_parser
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-CLI = ROOT / "docs/cli.md"
+CLI = ROOT / "docs/reference/cli.md"
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")

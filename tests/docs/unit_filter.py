@@ -6,8 +6,6 @@ SystemCallFilter, RestrictNamespaces, RestrictAddressFamilies and NoNewPrivilege
 libseccomp. What is in a set such as @system-service, the installed systemd says.
 """
 
-from __future__ import annotations
-
 import ctypes
 import ctypes.util
 import errno

@@ -3,8 +3,6 @@
 Used by tests, and by a program that an ordinary user runs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import itertools
@@ -20,8 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from engine_cases import Case
-from live_fork_cases import live_forks, rehearsed, started
+from engine_cases import Case, live_forks, rehearsed, started
 
 from forkd.engines.base import Machine
 from forkd.host.marked import find_marked
@@ -54,7 +51,7 @@ class Family:
 
     @property
     def confined(self) -> list[Machine]:
-        """Those that run a guest's code for somebody."""
+        """Those that run a user's code in a guest."""
         return [*self.siblings, self.source, *self.live]
 
     @property

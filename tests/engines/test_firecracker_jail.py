@@ -1,13 +1,11 @@
 """Where a Firecracker lives, and what it is given there, without starting one."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
 import pytest
 
-from forkd.engines.firecracker.jail import Given, Seat
+from forkd.engines.firecracker.jail import Given, Slot
 from forkd.host.firecracker import Binaries
 
 BINARIES = Binaries(Path("/opt/firecracker-v1.12.1"), "1.12.1", Path("/opt/jailer"))
@@ -21,44 +19,44 @@ def given(tmp_path: Path) -> dict[str, Given]:
     return {"memory": Given(tmp_path / "a memory"), "out": Given(tmp_path / "out", writable=True)}
 
 
-def seat_in(tmp_path: Path, jails: str | None) -> Seat:
+def seat_in(tmp_path: Path, jails: str | None) -> Slot:
     directory = tmp_path / "sb-1"
     directory.mkdir()
-    return Seat(directory, jails)
+    return Slot(directory, jails)
 
 
 def test_without_a_jail_what_is_given_is_linked(tmp_path: Path, given: dict[str, Given]) -> None:
-    seat = seat_in(tmp_path, None)
-    seat.furnish(given)
-    assert seat.root == seat.directory
-    assert (seat.root / "memory").read_text() == "pages"
-    assert (seat.root / "out").resolve() == tmp_path / "out"
-    assert seat.render_command(BINARIES, 1000)[0] == "/opt/firecracker-v1.12.1"
-    assert Seat.found(seat.directory) == seat
+    slot = seat_in(tmp_path, None)
+    slot.furnish(given)
+    assert slot.root == slot.directory
+    assert (slot.root / "memory").read_text() == "pages"
+    assert (slot.root / "out").resolve() == tmp_path / "out"
+    assert slot.render_command(BINARIES, 1000)[0] == "/opt/firecracker-v1.12.1"
+    assert Slot.found(slot.directory) == slot
 
 
 @ROOT
 def test_in_a_jail_what_is_given_is_bound_and_can_be_read_only_unless_it_is_to_be_written(
     tmp_path: Path, given: dict[str, Given]
 ) -> None:
-    seat = seat_in(tmp_path, "firecracker-v1.12.1")
-    seat.furnish(given)
+    slot = seat_in(tmp_path, "firecracker-v1.12.1")
+    slot.furnish(given)
     root = tmp_path / "sb-1/firecracker-v1.12.1/sb-1/root"
-    assert seat.root == root and Seat.found(seat.directory) == seat
-    lines = (seat.directory / "fstab").read_text().splitlines()
+    assert slot.root == root and Slot.found(slot.directory) == slot
+    lines = (slot.directory / "fstab").read_text().splitlines()
     assert lines == [
         f"{root} {root} none bind,nosuid 0 0",
         f"{tmp_path}/a\\040memory {root}/memory none bind,ro 0 0",
         f"{tmp_path}/out {root}/out none bind 0 0",
     ]
     assert (root / "memory").is_file() and (root / "out").is_dir()
-    assert (tmp_path / "out").stat().st_uid == seat.owner != (tmp_path / "a memory").stat().st_uid
+    assert (tmp_path / "out").stat().st_uid == slot.owner != (tmp_path / "a memory").stat().st_uid
 
 
 @ROOT
 def test_the_jailer_is_told_a_user_of_its_own_and_the_bound_of_its_files(tmp_path: Path) -> None:
-    seat = seat_in(tmp_path, "firecracker-v1.12.1")
-    command = seat.render_command(BINARIES, 4096)
+    slot = seat_in(tmp_path, "firecracker-v1.12.1")
+    command = slot.render_command(BINARIES, 4096)
     assert command[0] == "unshare" and {"--mount", "--net", "--pid", "--kill-child"} <= set(command)
     uid = command[command.index("--uid") + 1]
     assert uid == command[command.index("--gid") + 1] and int(uid) >= 0x40000000
@@ -67,8 +65,8 @@ def test_the_jailer_is_told_a_user_of_its_own_and_the_bound_of_its_files(tmp_pat
 
 
 def test_users_and_taps_of_two_directories_differ(tmp_path: Path) -> None:
-    seats = [Seat(tmp_path / name, "firecracker") for name in ("one", "two")]
-    for seat in seats:
-        seat.directory.mkdir()
-    assert seats[0].owner != seats[1].owner and seats[0].tap != seats[1].tap
-    assert all(len(seat.tap) <= 15 for seat in seats), "what the kernel allows as a name"
+    slots = [Slot(tmp_path / name, "firecracker") for name in ("one", "two")]
+    for slot in slots:
+        slot.directory.mkdir()
+    assert slots[0].owner != slots[1].owner and slots[0].tap != slots[1].tap
+    assert all(len(slot.tap) <= 15 for slot in slots), "what the kernel allows as a name"

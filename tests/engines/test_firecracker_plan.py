@@ -1,28 +1,31 @@
 """What Firecracker is asked, by value."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
-from forkd.agent.listening import parse_vsock_port
+from forkd.agent.port import parse_vsock_port
 from forkd.engines.base import BootSpec
 from forkd.engines.firecracker.plan import (
     AGENT_VSOCK_PORT,
     ANSWER_DEADLINE_S,
     Call,
+    can_override_taps,
+    check_platform,
     parse_paused,
     render_boot,
     render_freeze,
     render_load,
     render_look,
     render_pause,
+    render_platform,
     render_resume,
 )
-from forkd.engines.qemu.args import Ram, Seat, render_args
-from forkd.errors import EngineFailed, InvalidInput
+from forkd.engines.qemu.args import Ram, Slot, render_args
+from forkd.errors import EngineFailed, InvalidInput, SnapshotIncompatible
+from forkd.host.firecracker import Binaries
+from forkd.host.system import parse_cpu, read_cpuinfo
 from forkd.model.machine import CPU_TEMPLATES, MachineSpec
 
 
@@ -70,8 +73,8 @@ def test_the_kernel_is_told_what_qemus_is_and_where_the_agent_listens() -> None:
     assert {"console=ttyS0", "panic=-1", "reboot=k", "pci=off", "8250.nr_uarts=1", "i8042.dumbkbd"} <= set(words)
     assert "clocksource=tsc" in words
     spec = BootSpec(MachineSpec(), Path("/k"), Path("/i"), Path("/r"))
-    seat = Seat("sb-1", Path("/c"), 7, 8)
-    args = render_args("qemu", "kvm", spec, seat, Ram(Path("/m"), shared=True), incoming=False)
+    slot = Slot("sb-1", Path("/c"), 7, 8)
+    args = render_args("qemu", "kvm", spec, slot, Ram(Path("/m"), shared=True), incoming=False)
     assert set(args[args.index("-append") + 1].split()) < set(words)
 
 
@@ -128,3 +131,54 @@ def test_only_a_vm_that_runs_or_was_paused_can_be_taken_over_from_firecracker() 
     for other in ({"state": "Not started"}, {"state": 5}, {}, "what", None):
         with pytest.raises(EngineFailed, match="says that the VM is"):
             parse_paused(other)
+
+
+CPUINFO = "model name\t: A CPU\nflags\t\t: sse avx\n"
+HERE = render_platform(Binaries(Path("/f"), "1.12.1", None), CPUINFO, "6.1.0-54-amd64", network=True)
+
+
+def test_version_cpu_and_kernel_are_recorded() -> None:
+    assert {
+        "firecracker": "1.12.1",
+        "cpu": parse_cpu(CPUINFO),
+        "network": "tap",
+        "kernel": "6.1.0-54-amd64",
+    } == HERE
+    assert all(render_platform(Binaries(Path("/f"), "1", None), read_cpuinfo(), "6", network=False).values())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("firecracker", "1.11.0", "Firecracker 1.11.0, this host has 1.12.1"),
+        ("firecracker", "1.12.1-dev", "Firecracker 1.12.1-dev, this host has 1.12.1"),
+        ("cpu", "Another CPU flags-123", "the CPU Another CPU flags-123, this host has A CPU"),
+        ("network", "none", "the network none, this host has tap"),
+    ],
+)
+def test_another_version_cpu_or_network_is_refused_with_both(key: str, value: str, told: str) -> None:
+    with pytest.raises(SnapshotIncompatible) as caught:
+        check_platform({**HERE, key: value}, HERE)
+    assert told in caught.value.message and caught.value.hint
+
+
+@pytest.mark.parametrize("key", ["firecracker", "cpu", "network"])
+def test_a_snapshot_that_does_not_say_is_refused(key: str) -> None:
+    with pytest.raises(SnapshotIncompatible):
+        check_platform({name: value for name, value in HERE.items() if name != key}, HERE)
+
+
+def test_the_hosts_kernel_may_be_another() -> None:
+    check_platform(HERE, HERE)
+    check_platform({**HERE, "kernel": "5.10.0"}, HERE)
+    check_platform({name: value for name, value in HERE.items() if name != "kernel"}, HERE)
+
+
+def test_a_version_that_cannot_give_a_child_another_tap_is_known() -> None:
+    assert [can_override_taps(version) for version in ("1.7.0", "1.11.9", "1.12.0", "1.13.0-dev", "2.0")] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]

@@ -1,7 +1,5 @@
 """Real VMs on the firecracker engine: how they are jailed, what they share, how they end, what is left of them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle
@@ -10,24 +8,23 @@ import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_cases import Case, left_behind
+from engine_cases import Case, left_behind, started, started_many
+from support_sizes import sized
 
 from forkd.engines.base import ExitReason, Frozen, Machine
+from forkd.engines.firecracker.engine import FirecrackerEngine
 from forkd.errors import EngineFailed, ForkdError, GuestDied, InvalidInput
-from forkd.host.cgroup_place import find_place
+from forkd.host.cgroup import find_place
 from forkd.host.marked import find_marked
-from forkd.host.memory import memory_use
-from forkd.model.limits import NO_LIMITS, Limits
-from forkd.model.machine import MachineSpec
-from forkd.runtime.engines import FirecrackerEngine
-from forkd.runtime.sandbox import Sandbox
-from forkd.runtime.spawn import fork_children, fork_one, kill_all, new_identities, prove
-from forkd.runtime.warmup import booted
+from forkd.host.system import memory_use
+from forkd.model.machine import NO_LIMITS, Limits, MachineSpec
+from forkd.runtime.fork import fork_children, fork_one, kill_all, new_identities, prove
+from forkd.runtime.freeze import booted
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("nothing_left", "no_jail_left")]
 
@@ -60,71 +57,55 @@ def _status(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def test_every_child_is_jailed_and_no_two_are_the_same_user(frozen_firecracker: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        engine, frozen = frozen_firecracker.engine, frozen_firecracker.frozen
-        children = (await fork_children(engine, frozen, new_identities(3), run_directory)).sandboxes
-        try:
-            uids, taps = set(), set()
-            for child in children:
-                pid = child.machine.pid
-                assert "firecracker" in Path(f"/proc/{pid}/cmdline").read_text()
-                status = _status(pid)
-                uids.add(status["Uid"])
-                assert int(status["CapEff"], 16) == 0 and int(status["CapBnd"], 16) >= 0
-                assert status["NoNewPrivs"] == "1"
-                for thread in Path(f"/proc/{pid}/task").iterdir():
-                    assert _status(int(thread.name))["Seccomp"] == "2", "every thread has Firecracker's own filter"
-                for kind in _NAMESPACES:
-                    assert os.readlink(f"/proc/{pid}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}")
-                inside = {path.name for path in Path(f"/proc/{pid}/root").iterdir()}
-                assert {"memory", "state", "root.erofs", "agent.sock", "api.sock"} <= inside
-                assert not {"etc", "home", "proc", "usr"} & inside
-                devices = Path(f"/proc/{pid}/net/dev").read_text().splitlines()[2:]
-                taps |= {line.partition(":")[0].strip() for line in devices} - {"lo"}
-                group = Path(f"/proc/{pid}/cgroup").read_text().strip()
-                assert group.startswith("0::/forkd/") and group.endswith(child.id)
-            assert len(uids) == len(taps) == 3
-            assert not taps & set(os.listdir("/sys/class/net"))
-            assert not any(words.split()[0] == "0" for words in uids)
-        finally:
-            await kill_all(children)
-
-    asyncio.run(body())
-
-
-def test_a_jailed_vmm_may_read_what_it_was_given_and_write_none_of_it(
+async def test_every_child_is_jailed_and_no_two_are_the_same_user(
     frozen_firecracker: Case, run_directory: Path
 ) -> None:
-    async def body() -> None:
-        engine, frozen = frozen_firecracker.engine, frozen_firecracker.frozen
-        child = await fork_one(engine, frozen, new_identities(1)[0], run_directory)
-        try:
-            mounts = Path(f"/proc/{child.machine.pid}/mounts").read_text().splitlines()
-            options = {line.split()[1]: line.split()[3].split(",") for line in mounts}
-            for name in ("/memory", "/state", "/root.erofs"):
-                assert "ro" in options[name]
-        finally:
-            await child.kill()
+    async with started_many(frozen_firecracker, run_directory, 3) as children:
+        uids, taps = set(), set()
+        for child in children:
+            pid = child.machine.pid
+            assert "firecracker" in Path(f"/proc/{pid}/cmdline").read_text()
+            status = _status(pid)
+            uids.add(status["Uid"])
+            assert int(status["CapEff"], 16) == 0 and int(status["CapBnd"], 16) >= 0
+            assert status["NoNewPrivs"] == "1"
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                assert _status(int(thread.name))["Seccomp"] == "2", "every thread has Firecracker's own filter"
+            for kind in _NAMESPACES:
+                assert os.readlink(f"/proc/{pid}/ns/{kind}") != os.readlink(f"/proc/self/ns/{kind}")
+            inside = {path.name for path in Path(f"/proc/{pid}/root").iterdir()}
+            assert {"memory", "state", "root.erofs", "agent.sock", "api.sock"} <= inside
+            assert not {"etc", "home", "proc", "usr"} & inside
+            devices = Path(f"/proc/{pid}/net/dev").read_text().splitlines()[2:]
+            taps |= {line.partition(":")[0].strip() for line in devices} - {"lo"}
+            group = Path(f"/proc/{pid}/cgroup").read_text().strip()
+            assert group.startswith("0::/forkd/") and group.endswith(child.id)
+        assert len(uids) == len(taps) == 3
+        assert not taps & set(os.listdir("/sys/class/net"))
+        assert not any(words.split()[0] == "0" for words in uids)
 
-    asyncio.run(body())
+
+async def test_a_jailed_vmm_may_read_what_it_was_given_and_write_none_of_it(
+    frozen_firecracker: Case, run_directory: Path
+) -> None:
+    async with started(frozen_firecracker, run_directory) as child:
+        mounts = Path(f"/proc/{child.machine.pid}/mounts").read_text().splitlines()
+        options = {line.split()[1]: line.split()[3].split(",") for line in mounts}
+        for name in ("/memory", "/state", "/root.erofs"):
+            assert "ro" in options[name]
 
 
-def test_thirty_children_are_all_correct_and_share_their_memory(frozen_firecracker: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        engine, frozen = frozen_firecracker.engine, frozen_firecracker.frozen
-        resident = (frozen.directory / "memory").stat().st_blocks * 512
-        children = (await fork_children(engine, frozen, new_identities(30), run_directory)).sandboxes
-        try:
-            answers = await asyncio.gather(*(child.agent.eval("past + int(numpy.ones(1)[0])") for child in children))
-            assert [answer.value for answer in answers] == [42] * 30
-            for of in ("hostname", "machine_id", "urandom", "random", "numpy"):
-                assert len({getattr(child.proof, of) for child in children}) == 30, of
-            assert max(memory_use(child.machine.pid).unique_bytes for child in children) < resident / 10
-        finally:
-            await kill_all(children)
-
-    asyncio.run(body())
+async def test_many_children_are_all_correct_and_share_their_memory(
+    frozen_firecracker: Case, run_directory: Path
+) -> None:
+    n = sized(12, 30)
+    resident = (frozen_firecracker.frozen.directory / "memory").stat().st_blocks * 512
+    async with started_many(frozen_firecracker, run_directory, n) as children:
+        answers = await asyncio.gather(*(child.agent.eval("past + int(numpy.ones(1)[0])") for child in children))
+        assert [answer.value for answer in answers] == [42] * n
+        for of in ("hostname", "machine_id", "urandom", "random", "numpy"):
+            assert len({getattr(child.proof, of) for child in children}) == n, of
+        assert max(memory_use(child.machine.pid).unique_bytes for child in children) < resident / 10
 
 
 def test_nothing_of_its_parents_place_is_frozen_into_a_snapshot(frozen_firecracker: Case) -> None:
@@ -136,90 +117,68 @@ def test_nothing_of_its_parents_place_is_frozen_into_a_snapshot(frozen_firecrack
     assert stat.S_IMODE((frozen.directory / "memory").stat().st_mode) == 0o644
 
 
-def test_a_jail_works_where_the_file_system_allows_no_devices(frozen_firecracker: Case, run_directory: Path) -> None:
+async def test_a_jail_works_where_the_file_system_allows_no_devices(
+    frozen_firecracker: Case, run_directory: Path
+) -> None:
     place = run_directory / "no devices"
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "nodev,nosuid", "tmpfs", place], check=True)
     try:
-        child = fork_one(frozen_firecracker.engine, frozen_firecracker.frozen, new_identities(1)[0], place)
-        asyncio.run(_kill_when_ready(child))
+        async with started(frozen_firecracker, place):
+            pass
     finally:
         subprocess.run(["umount", place], check=True)
         place.rmdir()
 
 
-async def _kill_when_ready(forking: Awaitable[Sandbox]) -> None:
-    await (await forking).kill()
-
-
 @pytest.mark.parametrize(("vcpus", "memory_mib"), [(1, 128), (8, 320)])
-def test_a_machine_has_the_size_that_was_asked_for(
+async def test_a_machine_has_the_size_that_was_asked_for(
     frozen_firecracker: Case, run_directory: Path, tmp_path: Path, vcpus: int, memory_mib: int
 ) -> None:
     spec = replace(frozen_firecracker.frozen.boot, machine=MachineSpec(memory_mib, vcpus))
     code = "import os\n(os.cpu_count(), os.sysconf('SC_PHYS_PAGES') * 4096 // 2**20)"
-
-    async def body() -> None:
-        engine = frozen_firecracker.engine
-        async with booted(engine, spec, run_directory / "parent", tmp_path) as (machine, agent):
-            cpus, seen_mib = (await agent.eval(code)).value
-            assert cpus == vcpus and memory_mib * 0.7 < seen_mib <= memory_mib
-            await agent.prepare_freeze()
-            platform = await engine.freeze(machine, tmp_path)
-        child = await fork_one(engine, Frozen(tmp_path, spec, platform), new_identities(1)[0], run_directory)
-        try:
-            assert (await child.agent.eval(code)).value == [vcpus, seen_mib]
-        finally:
-            await child.kill()
-
-    asyncio.run(body())
+    engine = frozen_firecracker.engine
+    async with booted(engine, spec, run_directory / "parent", tmp_path) as (machine, agent):
+        cpus, seen_mib = (await agent.eval(code)).value
+        assert cpus == vcpus and memory_mib * 0.7 < seen_mib <= memory_mib
+        await agent.prepare_freeze()
+        platform = await engine.freeze(machine, tmp_path)
+    async with started(Case(engine, Frozen(tmp_path, spec, platform)), run_directory) as child:
+        assert (await child.agent.eval(code)).value == [vcpus, seen_mib]
 
 
 @pytest.mark.parametrize(("key", "reason"), [("c", ExitReason.PANICKED), ("b", ExitReason.POWERED_OFF)])
-def test_why_a_guest_ended_is_told(frozen_firecracker: Case, run_directory: Path, key: str, reason: ExitReason) -> None:
-    async def body() -> None:
-        engine, frozen = frozen_firecracker.engine, frozen_firecracker.frozen
-        child = await fork_one(engine, frozen, new_identities(1)[0], run_directory)
-        try:
-            asking = asyncio.create_task(child.agent.eval(f"open('/proc/sysrq-trigger', 'w').write('{key}')"))
-            death = await asyncio.wait_for(asyncio.shield(child.machine.death), 60)
-            await asyncio.gather(asking, return_exceptions=True)
-            assert death.reason is reason
-        finally:
-            await child.kill()
-
-    asyncio.run(body())
+async def test_why_a_guest_ended_is_told(
+    frozen_firecracker: Case, run_directory: Path, key: str, reason: ExitReason
+) -> None:
+    async with started(frozen_firecracker, run_directory) as child:
+        asking = asyncio.create_task(child.agent.eval(f"open('/proc/sysrq-trigger', 'w').write('{key}')"))
+        death = await asyncio.wait_for(asyncio.shield(child.machine.death), 60)
+        await asyncio.gather(asking, return_exceptions=True)
+        assert death.reason is reason
 
 
-def test_a_guest_that_floods_its_console_ends_and_fills_no_disk(
+async def test_a_guest_that_floods_its_console_ends_and_fills_no_disk(
     frozen_firecracker: Case, run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each byte is an exit from the guest; the real bound would take minutes to reach in the lab.
     monkeypatch.setattr("forkd.engines.firecracker.engine._MAX_CONSOLE_BYTES", 16 * 1024)
     flood = "with open('/dev/ttyS0', 'w') as tty:\n    for _ in range(40):\n        tty.write('x' * 999 + '\\n')"
-
-    async def body() -> None:
-        engine, frozen = frozen_firecracker.engine, frozen_firecracker.frozen
-        child = await fork_one(engine, frozen, new_identities(1)[0], run_directory)
-        try:
-            asking = asyncio.create_task(child.agent.eval(flood))
-            death = await asyncio.wait_for(asyncio.shield(child.machine.death), 120)
-            await asyncio.gather(asking, return_exceptions=True)
-            (console,) = (run_directory / child.id).rglob("console.log")
-            assert 15 * 1024 < console.stat().st_size <= 16 * 1024
-            assert death.reason is ExitReason.CRASHED and "xxxx" in child.machine.console_tail()
-        finally:
-            await child.kill()
-
-    asyncio.run(body())
+    async with started(frozen_firecracker, run_directory) as child:
+        asking = asyncio.create_task(child.agent.eval(flood))
+        death = await asyncio.wait_for(asyncio.shield(child.machine.death), 120)
+        await asyncio.gather(asking, return_exceptions=True)
+        (console,) = (run_directory / child.id).rglob("console.log")
+        assert 15 * 1024 < console.stat().st_size <= 16 * 1024
+        assert death.reason is ExitReason.CRASHED and "xxxx" in child.machine.console_tail()
 
 
 def test_what_is_left_of_a_killed_owner_can_be_ended_by_its_mark_alone(
     frozen_firecracker: Case, run_directory: Path
 ) -> None:
     with left_behind(frozen_firecracker, run_directory) as directory:
-        (seat,) = directory.glob("firecracker/*/root")
-        inside = (seat.stat().st_dev, seat.stat().st_ino)
+        (slot,) = directory.glob("firecracker/*/root")
+        inside = (slot.stat().st_dev, slot.stat().st_ino)
         assert _processes_rooted_at(inside)
     # left_behind ends processes by their mark; a jailed Firecracker has none itself.
     assert not _processes_rooted_at(inside)
@@ -254,22 +213,18 @@ async def _after_a_crash(machine: Machine) -> None:
     os.kill(machine.pid, signal.SIGKILL)
 
 
-def test_a_hundred_rounds_of_fork_and_kill_leave_nothing(frozen_firecracker: Case, run_directory: Path) -> None:
+async def test_rounds_of_fork_and_kill_leave_nothing(frozen_firecracker: Case, run_directory: Path) -> None:
     moments = (_at_once, _when_it_runs, _at_once, _after_a_crash, *(4 * [_at_once]), _when_it_has_answered, _at_once)
-
-    async def body() -> None:
-        for number in range(100):
-            machine = await frozen_firecracker.engine.fork(frozen_firecracker.frozen, run_directory / f"sb-{number}")
-            try:
-                await asyncio.sleep(number % 7 / 15)
-                await moments[number % 10](machine)
-            finally:
-                await machine.kill()
-            assert list(run_directory.iterdir()) == []
-        assert find_marked(run_directory) == {}
-
     before = _left(), _sockets()
-    asyncio.run(body())
+    for number in range(sized(20, 100)):
+        machine = await frozen_firecracker.engine.fork(frozen_firecracker.frozen, run_directory / f"sb-{number}")
+        try:
+            await asyncio.sleep(number % 7 / 15)
+            await moments[number % 10](machine)
+        finally:
+            await machine.kill()
+        assert list(run_directory.iterdir()) == []
+    assert find_marked(run_directory) == {}
     assert (_left(), _sockets()) == before
 
 
@@ -279,37 +234,34 @@ def _sockets() -> list[str]:
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_one_that_dies_while_loading_is_named_and_the_others_are_ended_or_kept(
+async def test_one_that_dies_while_loading_is_named_and_the_others_are_ended_or_kept(
     frozen_firecracker: Case, run_directory: Path, monkeypatch: pytest.MonkeyPatch, partial: bool
 ) -> None:
     engine, frozen = frozen_firecracker.engine, frozen_firecracker.frozen
     memory = (frozen.directory / "memory").stat()
     begun: list[Machine] = []
     fork = engine.fork
+    lost = sized(7, 17)
 
     async def fork_and_lose_one(frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
         machine = await fork(frozen, directory, limits)
         begun.append(machine)
-        if len(begun) == 17:
+        if len(begun) == lost:
             os.kill(machine.pid, signal.SIGKILL)
         return machine
 
     monkeypatch.setattr(engine, "fork", fork_and_lose_one)
-
-    async def body() -> None:
-        identities = new_identities(18 if partial else 30)
-        forking = fork_children(engine, frozen, identities, run_directory, allow_partial=partial)
-        if not partial:
-            with pytest.raises(GuestDied, match=r"Firecracker ended during .*SIGKILL"):
-                await forking
-            return
+    identities = new_identities(lost + (1 if partial else sized(5, 13)))
+    forking = fork_children(engine, frozen, identities, run_directory, allow_partial=partial)
+    if partial:
         forked = await forking
-        assert len(forked.sandboxes) == 17
+        assert len(forked.sandboxes) == lost
         (error,) = forked.errors.values()
         assert isinstance(error, GuestDied) and "SIGKILL" in error.message
         await kill_all(forked.sandboxes)
-
-    asyncio.run(body())
+    else:
+        with pytest.raises(GuestDied, match=r"Firecracker ended during .*SIGKILL"):
+            await forking
     now = (frozen.directory / "memory").stat()
     assert (now.st_mtime_ns, now.st_size) == (memory.st_mtime_ns, memory.st_size)
 
@@ -322,7 +274,7 @@ def test_one_that_dies_while_loading_is_named_and_the_others_are_ended_or_kept(
     ],
     ids=["another state", "a short memory"],
 )
-def test_files_that_firecracker_does_not_load_are_an_error_with_its_own_words(
+async def test_files_that_firecracker_does_not_load_are_an_error_with_its_own_words(
     frozen_firecracker: Case, run_directory: Path, tmp_path: Path, spoil: object, step: str
 ) -> None:
     engine, frozen = frozen_firecracker.engine, frozen_firecracker.frozen
@@ -331,40 +283,32 @@ def test_files_that_firecracker_does_not_load_are_an_error_with_its_own_words(
     assert callable(spoil)
     spoil(tmp_path)
     with pytest.raises(ForkdError, match=step) as caught:
-        asyncio.run(fork_one(engine, replace(frozen, directory=tmp_path), new_identities(1)[0], run_directory))
+        await fork_one(engine, replace(frozen, directory=tmp_path), new_identities(1)[0], run_directory)
     assert caught.value.code in ("engine_failed", "guest_died")
     assert "napshot" in caught.value.message + str(caught.value.details)
 
 
-def test_a_cpu_template_that_is_not_for_this_cpu_is_refused_by_name(
+async def test_a_cpu_template_that_is_not_for_this_cpu_is_refused_by_name(
     frozen_firecracker: Case, run_directory: Path, tmp_path: Path
 ) -> None:
     spec = replace(frozen_firecracker.frozen.boot, machine=MachineSpec(128, 1, "T2CL"))
-
-    async def body() -> None:
-        with pytest.raises(EngineFailed, match=r"Firecracker refused PUT /.*emplate"):
-            async with booted(frozen_firecracker.engine, spec, run_directory / "parent", tmp_path):
-                pass
-
-    asyncio.run(body())
+    with pytest.raises(EngineFailed, match=r"Firecracker refused PUT /.*emplate"):
+        async with booted(frozen_firecracker.engine, spec, run_directory / "parent", tmp_path):
+            pass
 
 
 @pytest.mark.parametrize("kernel", [b"", b"\x7fELF not really", b"MZ" + bytes(4096)], ids=["empty", "an ELF", "zeros"])
-def test_a_kernel_that_is_none_is_refused(
+async def test_a_kernel_that_is_none_is_refused(
     frozen_firecracker: Case, run_directory: Path, tmp_path: Path, kernel: bytes
 ) -> None:
     (tmp_path / "vmlinuz").write_bytes(kernel)
     spec = replace(frozen_firecracker.frozen.boot, kernel=tmp_path / "vmlinuz")
-
-    async def body() -> None:
-        with pytest.raises((EngineFailed, InvalidInput), match="ernel"):
-            async with booted(frozen_firecracker.engine, spec, run_directory / "parent", tmp_path):
-                pass
-
-    asyncio.run(body())
+    with pytest.raises((EngineFailed, InvalidInput), match="ernel"):
+        async with booted(frozen_firecracker.engine, spec, run_directory / "parent", tmp_path):
+            pass
 
 
-def test_a_firecracker_that_crashes_at_its_start_is_an_error_with_its_last_lines(
+async def test_a_firecracker_that_crashes_at_its_start_is_an_error_with_its_last_lines(
     frozen_firecracker: Case, run_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = tmp_path / "firecracker"
@@ -376,7 +320,7 @@ def test_a_firecracker_that_crashes_at_its_start_is_an_error_with_its_last_lines
     monkeypatch.setenv("FORKD_FIRECRACKER", str(broken))
     engine = FirecrackerEngine()
     with pytest.raises(GuestDied, match="Firecracker ended during its start") as caught:
-        asyncio.run(fork_one(engine, frozen_firecracker.frozen, new_identities(1)[0], run_directory))
+        await fork_one(engine, frozen_firecracker.frozen, new_identities(1)[0], run_directory)
     assert caught.value.details
 
 
@@ -386,9 +330,10 @@ import asyncio, logging, pickle, sys
 from pathlib import Path
 from forkd.engines.base import Frozen
 from forkd.errors import HostLacks
-from forkd.runtime.engines import FirecrackerEngine, open_engine
-from forkd.runtime.spawn import fork_children, kill_all, new_identities
-from forkd.runtime.warmup import Warmup, booted, warm_up
+from forkd.engines.firecracker.engine import FirecrackerEngine
+from forkd.runtime.doctor import open_engine
+from forkd.runtime.fork import fork_children, kill_all, new_identities
+from forkd.runtime.freeze import Warmup, booted, warm_up
 logging.basicConfig(format="log: %(message)s")
 place, spec = Path(sys.argv[1]), pickle.loads(sys.stdin.buffer.read())
 

@@ -3,36 +3,33 @@
 The sibling has a control group too, with a limit it never meets.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from engine_cases import Case
+from support_sizes import sized
 
 from forkd.engines.base import ExitReason
 from forkd.engines.fake import FakeEngine
 from forkd.errors import ChannelClosed, EngineFailed, ForkdError, GuestDied, GuestTimeout, Unsupported
-from forkd.host.cgroup import Group, find_group, make_group
-from forkd.host.cgroup_place import Place, find_place
+from forkd.host.cgroup import Group, Place, find_group, find_place, make_group
 from forkd.host.paths import Home
-from forkd.model.limits import Limits
-from forkd.model.machine import MachineSpec
+from forkd.model.machine import Limits, MachineSpec
 from forkd.model.names import parse_tag
 from forkd.model.sandbox import SandboxSpec, State
-from forkd.runtime.fleet import Fleet, FleetOptions
-from forkd.runtime.sandbox import Sandbox
+from forkd.runtime.child import Child
+from forkd.runtime.fork import fork_one, new_identities
+from forkd.runtime.freeze import Warmup
+from forkd.runtime.runtime import Runtime, RuntimeOptions
 from forkd.runtime.snapshots import SnapshotRequest
-from forkd.runtime.spawn import fork_one, new_identities
-from forkd.runtime.warmup import Warmup
 
 pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("no_group_left")]
 
@@ -57,8 +54,8 @@ def read(begin_mib, mib):
 
 @dataclass(frozen=True)
 class Pair:
-    bound: Sandbox
-    free: Sandbox
+    bound: Child
+    free: Child
 
 
 @pytest.fixture
@@ -83,47 +80,41 @@ def vmm(request: pytest.FixtureRequest) -> Case:
     return found
 
 
-def run_pair(case: Case, run: Path, limits: Limits, work: Callable[[Pair], Awaitable[None]]) -> None:
-    """`work` over two children; the free one still answers afterwards."""
-
-    async def body() -> None:
-        async with asyncio.timeout(_TEST_S):
-            free = await fork(case, run, _FREE)
-            try:
-                bound = await fork(case, run, limits)
-                try:
-                    await work(Pair(bound, free))
-                finally:
-                    await bound.kill()
-                assert (await free.agent.eval("past + 1")).value == 42
-            finally:
-                await free.kill()
-
-    asyncio.run(body())
+@asynccontextmanager
+async def sibling(case: Case, run: Path) -> AsyncIterator[Child]:
+    """A child without limits to meet, which still answers at the end."""
+    async with asyncio.timeout(_TEST_S):
+        free = await fork(case, run, _FREE)
+        try:
+            yield free
+            assert (await free.agent.eval("past + 1")).value == 42
+        finally:
+            await free.kill()
 
 
-def run_refused(case: Case, run: Path, limits: Limits) -> ForkdError:
+@asynccontextmanager
+async def paired(case: Case, run: Path, limits: Limits) -> AsyncIterator[Pair]:
+    async with sibling(case, run) as free:
+        bound = await fork(case, run, limits)
+        try:
+            yield Pair(bound, free)
+        finally:
+            await bound.kill()
+
+
+async def refuse(case: Case, run: Path, limits: Limits) -> ForkdError:
     """Why a child with these limits does not start; its sibling lives."""
-
-    async def body() -> ForkdError:
-        async with asyncio.timeout(_TEST_S):
-            free = await fork(case, run, _FREE)
-            try:
-                with pytest.raises((EngineFailed, GuestDied, GuestTimeout)) as refused:
-                    await (await fork(case, run, limits)).kill()
-                assert (await free.agent.eval("past + 1")).value == 42
-                return refused.value
-            finally:
-                await free.kill()
-
-    return asyncio.run(body())
+    async with sibling(case, run):
+        with pytest.raises((EngineFailed, GuestDied, GuestTimeout)) as refused:
+            await (await fork(case, run, limits)).kill()
+    return refused.value
 
 
-async def fork(case: Case, run: Path, limits: Limits) -> Sandbox:
+async def fork(case: Case, run: Path, limits: Limits) -> Child:
     return await fork_one(case.engine, case.frozen, new_identities(1)[0], run, limits)
 
 
-def group_of(sandbox: Sandbox, run: Path) -> Group:
+def group_of(sandbox: Child, run: Path) -> Group:
     group = find_group(run / sandbox.id)
     assert group is not None
     return group
@@ -132,19 +123,20 @@ def group_of(sandbox: Sandbox, run: Path) -> Group:
 # --- memory ---
 
 
-def test_a_guest_that_fills_its_memory_dies_of_it_and_its_sibling_does_not(engine: Case, run_directory: Path) -> None:
-    async def work(pair: Pair) -> None:
+async def test_a_guest_that_fills_its_memory_dies_of_it_and_its_sibling_does_not(
+    engine: Case, run_directory: Path
+) -> None:
+    limits = Limits(memory_mib=_MEMORY_MIB[engine.engine.name])
+    async with paired(engine, run_directory, limits) as pair:
         with pytest.raises(ChannelClosed):
             await pair.bound.agent.eval(_HOG)
         async with asyncio.timeout(30):
             death = await asyncio.shield(pair.bound.machine.death)
         assert death.reason is ExitReason.OUT_OF_MEMORY, death
 
-    run_pair(engine, run_directory, Limits(memory_mib=_MEMORY_MIB[engine.engine.name]), work)
 
-
-def test_a_memory_limit_below_what_a_guest_needs_is_named(engine: Case, run_directory: Path) -> None:
-    error = run_refused(engine, run_directory, Limits(memory_mib=4))
+async def test_a_memory_limit_below_what_a_guest_needs_is_named(engine: Case, run_directory: Path) -> None:
+    error = await refuse(engine, run_directory, Limits(memory_mib=4))
     assert ExitReason.OUT_OF_MEMORY.value in error.message
     assert "4 MiB of memory" in (error.hint or "")
 
@@ -152,10 +144,9 @@ def test_a_memory_limit_below_what_a_guest_needs_is_named(engine: Case, run_dire
 # --- CPU ---
 
 
-def test_a_busy_guest_is_held_at_its_share_and_its_sibling_is_not(engine: Case, run_directory: Path) -> None:
-    share, watched_s = 0.4, 4.0
-
-    async def work(pair: Pair) -> None:
+async def test_a_busy_guest_is_held_at_its_share_and_its_sibling_is_not(engine: Case, run_directory: Path) -> None:
+    share, watched_s = 0.4, sized(2, 4)
+    async with paired(engine, run_directory, Limits(cpus=share)) as pair:
         for sandbox in (pair.bound, pair.free):
             await sandbox.agent.eval(_BURN)
         groups = [group_of(pair.bound, run_directory), group_of(pair.free, run_directory)]
@@ -166,28 +157,25 @@ def test_a_busy_guest_is_held_at_its_share_and_its_sibling_is_not(engine: Case, 
         assert 0 < bound < share * 1.2, (bound, free)
         assert free > share * 1.5, (bound, free)
 
-    run_pair(engine, run_directory, Limits(cpus=share), work)
-
 
 # --- processes ---
 
 
-def test_a_guest_of_the_fake_engine_cannot_start_more_processes_than_it_may(
+async def test_a_guest_of_the_fake_engine_cannot_start_more_processes_than_it_may(
     frozen_fake: Case, run_directory: Path
 ) -> None:
     start = "import subprocess\nfor _ in range(40): subprocess.Popen(['sleep', '60'])"
-
-    async def work(pair: Pair) -> None:
+    async with paired(frozen_fake, run_directory, Limits(pids=20)) as pair:
         refused = (await pair.bound.agent.eval(start)).error
         assert refused is not None
         assert refused.type == "BlockingIOError"
         assert (await pair.free.agent.eval(start)).error is None
 
-    run_pair(frozen_fake, run_directory, Limits(pids=20), work)
 
-
-def test_a_vmm_that_may_not_have_its_threads_is_an_error_that_names_the_limit(vmm: Case, run_directory: Path) -> None:
-    error = run_refused(vmm, run_directory, Limits(pids=2))
+async def test_a_vmm_that_may_not_have_its_threads_is_an_error_that_names_the_limit(
+    vmm: Case, run_directory: Path
+) -> None:
+    error = await refuse(vmm, run_directory, Limits(pids=2))
     assert "2 processes" in (error.hint or "")
 
 
@@ -217,28 +205,25 @@ def make_cold(file: Path) -> None:
     os.close(fd)
 
 
-def test_cold_reads_of_the_root_are_held_at_the_limit_and_a_siblings_are_not(
+async def test_cold_reads_of_the_root_are_held_at_the_limit_and_a_siblings_are_not(
     vmm: Case, run_directory: Path, tmp_path: Path
 ) -> None:
-    limit_mib_s, mib = 1, 10
-
-    async def work(pair: Pair) -> None:
-        took = {}
-        for begin_mib, sandbox in ((40, pair.free), (90, pair.bound)):
-            await sandbox.agent.eval(_READ)
-            make_cold(root)
-            got, took[sandbox.id] = (await sandbox.agent.eval(f"read({begin_mib}, {mib})", timeout_s=120)).value
-            assert got == mib * _MIB
-        assert took[pair.bound.id] > 0.8 * mib / limit_mib_s, took
-        assert took[pair.free.id] < took[pair.bound.id] / 2, took
-
+    limit_mib_s, mib = 1, sized(5, 10)
     with ext4(tmp_path) as disk:
         root = disk / "root.erofs"
         subprocess.run(["cp", "-r", "--sparse=always", vmm.frozen.directory, disk / "frozen"], check=True)
         shutil.copyfile(vmm.frozen.boot.root, root)
         boot = replace(vmm.frozen.boot, root=root)
         moved = Case(vmm.engine, replace(vmm.frozen, directory=disk / "frozen", boot=boot))
-        run_pair(moved, run_directory, Limits(io_mib_s=limit_mib_s), work)
+        async with paired(moved, run_directory, Limits(io_mib_s=limit_mib_s)) as pair:
+            took = {}
+            for begin_mib, sandbox in ((40, pair.free), (90, pair.bound)):
+                await sandbox.agent.eval(_READ)
+                make_cold(root)
+                got, took[sandbox.id] = (await sandbox.agent.eval(f"read({begin_mib}, {mib})", timeout_s=120)).value
+                assert got == mib * _MIB
+            assert took[pair.bound.id] > 0.8 * mib / limit_mib_s, took
+            assert took[pair.free.id] < took[pair.bound.id] / 2, took
 
 
 def test_writes_to_a_disk_are_held_at_the_limit(run_directory: Path, tmp_path: Path) -> None:
@@ -253,39 +238,32 @@ def test_writes_to_a_disk_are_held_at_the_limit(run_directory: Path, tmp_path: P
     assert took > 0.8 * mib / limit_mib_s
 
 
-def test_a_snapshot_on_no_disk_cannot_have_its_disk_limited(vmm: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        with pytest.raises(Unsupported, match="is on no block device"):
-            await fork(vmm, run_directory, Limits(io_mib_s=4))
-
-    asyncio.run(body())
+async def test_a_snapshot_on_no_disk_cannot_have_its_disk_limited(vmm: Case, run_directory: Path) -> None:
+    with pytest.raises(Unsupported, match="is not on a block device"):
+        await fork(vmm, run_directory, Limits(io_mib_s=4))
 
 
 # --- daemons ---
 
 
-def test_limits_outlive_the_daemon_that_set_them(fake_home: Home) -> None:
+async def test_limits_outlive_the_daemon_that_set_them(fake_home: Home) -> None:
     tag = parse_tag("warm")
     engine = FakeEngine(outlive=True)
-
-    async def first() -> str:
-        async with asyncio.timeout(_TEST_S), Fleet.opened(fake_home, engine) as fleet:
-            await fleet.snapshots.create(SnapshotRequest(tag, "python", MachineSpec(128), Warmup("past = 41")))
-            await fleet.snapshots.wait(tag)
-            spec = SandboxSpec(tag, n=2, limits=Limits(memory_mib=64, cpus=1.5, pids=100))
-            return (await fleet.spawn(spec)).records[0].id
-
-    async def second(sandbox_id: str) -> None:
-        options = FleetOptions(on_stop="kill")
-        async with asyncio.timeout(_TEST_S), Fleet.opened(fake_home, engine, options) as fleet:
-            assert fleet.get(sandbox_id).limits == Limits(memory_mib=64, cpus=1.5, pids=100)
-            assert find_group(fake_home.vms / sandbox_id) is not None
-            with pytest.raises(GuestDied):
-                async with fleet.use(sandbox_id) as live:
-                    await live.agent.eval(_HOG)
-            record = fleet.get(sandbox_id)
-            assert record.state is State.DEAD
-            assert (record.cause or "").startswith("used more memory than its limit of 64 MiB")
-            assert fleet.counts()[State.RUNNING] == 1
-
-    asyncio.run(second(asyncio.run(first())))
+    limits = Limits(memory_mib=64, cpus=1.5, pids=100)
+    async with asyncio.timeout(_TEST_S), Runtime.opened(fake_home, engine) as runtime:
+        await runtime.snapshots.create(SnapshotRequest(tag, "python", MachineSpec(128), Warmup("past = 41")))
+        await runtime.snapshots.wait(tag)
+        sandbox_id = (await runtime.spawn(SandboxSpec(tag, n=2, limits=limits))).records[0].id
+    async with (
+        asyncio.timeout(_TEST_S),
+        Runtime.opened(fake_home, engine, RuntimeOptions(on_stop="kill")) as runtime,
+    ):
+        assert runtime.sandboxes.get(sandbox_id).limits == limits
+        assert find_group(fake_home.vms / sandbox_id) is not None
+        with pytest.raises(GuestDied):
+            async with runtime.sandboxes.use(sandbox_id) as live:
+                await live.agent.eval(_HOG)
+        record = runtime.sandboxes.get(sandbox_id)
+        assert record.state is State.DEAD
+        assert (record.cause or "").startswith("used more memory than its limit of 64 MiB")
+        assert runtime.sandboxes.counts()[State.RUNNING] == 1

@@ -3,8 +3,6 @@
 FORKD_TEST_LIVE_FORKS: how many of each kind.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine
@@ -12,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_cases import Case
-from live_fork_cases import fork_live, started, value_of
+from engine_cases import Case, fork_live, forking_live, started, value_of
 
 from forkd.errors import ForkdError
-from forkd.guest.calls import Agent
-from forkd.runtime.sandbox import Sandbox
+from forkd.guest.agent import Agent
+from forkd.runtime.child import Child
 
 pytestmark = [pytest.mark.vm, pytest.mark.usefixtures("nothing_left")]
 
@@ -25,13 +22,9 @@ FORKS = int(os.environ.get("FORKD_TEST_LIVE_FORKS", "12"))
 _STREAM_CHUNK = bytes(range(256)) * 1024
 
 
-@pytest.fixture(params=[1, 4], ids=["1 vcpu", "4 vcpus"])
+@pytest.fixture(params=["frozen_tcg", "frozen_tcg_4"], ids=["1 vcpu", "4 vcpus"])
 def busy(request: pytest.FixtureRequest) -> Case:
-    found = request.getfixturevalue({1: "frozen_tcg", 4: "frozen_tcg_4"}[request.param])
-    assert isinstance(found, Case)
-    if why := found.engine.why_no_live_forks():
-        pytest.skip(why)
-    return found
+    return forking_live(request.getfixturevalue(request.param))
 
 
 # Each writer has blocks of its own, and two copies of each. It checks what it wrote the last time before it writes the
@@ -109,126 +102,108 @@ for writer in range(WRITERS):
 """
 
 
-def test_a_guest_that_writes_all_the_time_is_forked_at_an_instant(busy: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        async with started(busy, run_directory) as source:
-            code = _WRITERS.format(writers=busy.frozen.boot.machine.vcpus)
-            assert (await source.agent.eval(code)).error is None
-            assert await value_of(source, "verify()") == [0, 0, 0]
+async def test_a_guest_that_writes_all_the_time_is_forked_at_an_instant(busy: Case, run_directory: Path) -> None:
+    async with started(busy, run_directory) as source:
+        code = _WRITERS.format(writers=busy.frozen.boot.machine.vcpus)
+        assert (await source.agent.eval(code)).error is None
+        assert await value_of(source, "verify()") == [0, 0, 0]
 
-            async def look(fork: Sandbox) -> None:
-                assert await value_of(fork, "verify()") == [0, 0, 0]
-                assert (await fork.agent.run(["true"])).ok
+        async def look(fork: Child) -> None:
+            assert await value_of(fork, "verify()") == [0, 0, 0]
+            assert (await fork.agent.run(["true"])).ok
 
-            await _fork_and_look(busy, source, run_directory, look)
-            assert await value_of(source, "verify()") == [0, 0, 0]
-
-    asyncio.run(body())
+        await _fork_and_look(busy, source, run_directory, look)
+        assert await value_of(source, "verify()") == [0, 0, 0]
 
 
-def test_a_block_that_was_torn_is_noticed(frozen_tcg: Case, run_directory: Path) -> None:
+async def test_a_block_that_was_torn_is_noticed(frozen_tcg: Case, run_directory: Path) -> None:
     """The check above can fail."""
     spoil = "os.kill(pids[0], signal.SIGSTOP); os.waitpid(pids[0], os.WUNTRACED)\n"
     spoil += "for copy in (0, 1): memory[at(0, 3, copy) + 99] ^= 1\nos.kill(pids[0], signal.SIGCONT)\nverify()"
-
-    async def body() -> None:
-        async with started(frozen_tcg, run_directory) as source:
-            assert (await source.agent.eval(_WRITERS.format(writers=1))).error is None
-            assert await value_of(source, "verify()") == [0, 0, 0]
-            wrong, _, _ = await value_of(source, spoil)
-            assert wrong > 0
-
-    asyncio.run(body())
+    async with started(frozen_tcg, run_directory) as source:
+        assert (await source.agent.eval(_WRITERS.format(writers=1))).error is None
+        assert await value_of(source, "verify()") == [0, 0, 0]
+        wrong, _, _ = await value_of(source, spoil)
+        assert wrong > 0
 
 
-def test_output_of_a_command_is_complete_though_its_guest_is_forked(busy: Case, run_directory: Path) -> None:
+async def _read_output(agent: Agent) -> None:
     # Not all it can: a fork asks for the time behind what is queued, and has to set its clock to within a second.
     pace = "[ $((i % 100)) -gt 0 ] || sleep 0.01"
     script = f"i=0; while [ ! -e /tmp/enough ]; do echo line $i; i=$((i + 1)); {pace}; done"
-
-    async def read(agent: Agent) -> None:
-        process = await agent.start(script, stdin=False)
-        expected, rest = 0, b""
-        async with process:
-            async for _, data in process:
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    assert line == b"line %d" % expected
-                    expected += 1
-        assert rest == b"" and expected > 1000
-
-    _run_beside(busy, run_directory, read)
+    expected, rest = 0, b""
+    async with await agent.start(script, stdin=False) as process:
+        async for _, data in process:
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                assert line == b"line %d" % expected
+                expected += 1
+    assert rest == b"" and expected > 1000
 
 
-def test_input_of_a_command_is_complete_though_its_guest_is_forked(busy: Case, run_directory: Path) -> None:
-    async def write(agent: Agent) -> None:
-        process = await agent.start("sha256sum; wc -c < /dev/null")
-        digest = "import hashlib; hashlib.sha256(bytes(range(256)) * 1024 * {}).hexdigest()"
-        async with process:
-            written = 0
-            while not await _is_enough(agent):
-                await process.write_stdin(_STREAM_CHUNK)
-                written += 1
-            process.close_stdin()
-            result = await process.wait(max_output_bytes=1000)
-        expected = (await agent.eval(digest.format(written))).value
-        assert result.stdout.split()[0].decode() == expected and written > 1
-
-    _run_beside(busy, run_directory, write)
-
-
-def test_files_are_written_and_read_whole_though_their_guest_is_forked(busy: Case, run_directory: Path) -> None:
-    async def transfer(agent: Agent) -> None:
-        number = 0
+async def _write_input(agent: Agent) -> None:
+    digest = "import hashlib; hashlib.sha256(bytes(range(256)) * 1024 * {}).hexdigest()"
+    written = 0
+    async with await agent.start("sha256sum; wc -c < /dev/null") as process:
         while not await _is_enough(agent):
-            number += 1
-            content = bytes([number % 256]) + _STREAM_CHUNK * 8 + b"%d" % number
-            await agent.write_file("/tmp/blob", content)
-            assert await agent.read_file("/tmp/blob") == content
-        assert number > 1
-
-    _run_beside(busy, run_directory, transfer)
-
-
-def test_evaluations_answer_each_for_itself_though_their_guest_is_forked(busy: Case, run_directory: Path) -> None:
-    async def ask(agent: Agent) -> None:
-        number = 0
-        while not await _is_enough(agent):
-            number += 1
-            asked = [agent.eval(f"print('{i}' * 20000)\n{number} * 1000 + {i}") for i in range(8)]
-            for i, result in enumerate(await asyncio.gather(*asked)):
-                assert (result.value, result.stdout) == (number * 1000 + i, b"%d" % i * 20000 + b"\n")
-        assert number > 1
-
-    _run_beside(busy, run_directory, ask)
+            await process.write_stdin(_STREAM_CHUNK)
+            written += 1
+        process.close_stdin()
+        result = await process.wait(max_output_bytes=1000)
+    expected = (await agent.eval(digest.format(written))).value
+    assert result.stdout.split()[0].decode() == expected and written > 1
 
 
-def _run_beside(case: Case, run: Path, work: Callable[[Agent], Coroutine[Any, Any, None]]) -> None:
-    """`work` with the source's agent until there is a file /tmp/enough; meanwhile it is forked, and each fork works."""
+async def _transfer_files(agent: Agent) -> None:
+    number = 0
+    while not await _is_enough(agent):
+        number += 1
+        content = bytes([number % 256]) + _STREAM_CHUNK * 8 + b"%d" % number
+        await agent.write_file("/tmp/blob", content)
+        assert await agent.read_file("/tmp/blob") == content
+    assert number > 1
 
-    async def look(fork: Sandbox) -> None:
+
+async def _evaluate(agent: Agent) -> None:
+    number = 0
+    while not await _is_enough(agent):
+        number += 1
+        asked = [agent.eval(f"print('{i}' * 20000)\n{number} * 1000 + {i}") for i in range(8)]
+        for i, result in enumerate(await asyncio.gather(*asked)):
+            assert (result.value, result.stdout) == (number * 1000 + i, b"%d" % i * 20000 + b"\n")
+    assert number > 1
+
+
+@pytest.mark.parametrize(
+    "work",
+    [_read_output, _write_input, _transfer_files, _evaluate],
+    ids=["output of a command", "input of a command", "files", "evaluations"],
+)
+async def test_what_goes_over_the_stream_is_complete_though_the_guest_is_forked(
+    busy: Case, run_directory: Path, work: Callable[[Agent], Coroutine[Any, Any, None]]
+) -> None:
+    """Until there is a file /tmp/enough; each fork works too."""
+
+    async def look(fork: Child) -> None:
         assert await value_of(fork, "past + 1") == 42
         assert (await fork.agent.run("echo $((6 * 7))")).stdout == b"42\n"
         await fork.agent.write_file("/tmp/mine", _STREAM_CHUNK)
         assert await fork.agent.read_file("/tmp/mine") == _STREAM_CHUNK
 
-    async def body() -> None:
-        async with started(case, run) as source:
-            working = asyncio.create_task(work(source.agent))
-            try:
-                await asyncio.sleep(0.2)
-                await _fork_and_look(case, source, run, look)
-                assert not working.done(), await working
-                await source.agent.write_file("/tmp/enough", b"")
-                await working
-            finally:
-                working.cancel()
-                await asyncio.wait([working])
-
-    asyncio.run(body())
+    async with started(busy, run_directory) as source:
+        working = asyncio.create_task(work(source.agent))
+        try:
+            await asyncio.sleep(0.2)
+            await _fork_and_look(busy, source, run_directory, look)
+            assert not working.done(), await working
+            await source.agent.write_file("/tmp/enough", b"")
+            await working
+        finally:
+            working.cancel()
+            await asyncio.wait([working])
 
 
-async def _fork_and_look(case: Case, source: Sandbox, run: Path, look: Callable[[Sandbox], Awaitable[None]]) -> None:
+async def _fork_and_look(case: Case, source: Child, run: Path, look: Callable[[Child], Awaitable[None]]) -> None:
     refused = []
     for _ in range(FORKS):
         try:

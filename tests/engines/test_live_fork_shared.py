@@ -1,6 +1,4 @@
-"""Forks of live VMs share nothing with anybody but what is read-only, and are confined like every other."""
-
-from __future__ import annotations
+"""Forks of live VMs share only read-only files with others, and are confined like every other."""
 
 import asyncio
 import contextlib
@@ -15,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_cases import Case
-from live_fork_cases import fork_live, live_forks, started
+from engine_cases import Case, fork_live, live_forks, started
 from live_fork_looks import (
     check_confined,
     check_names,
@@ -37,45 +34,32 @@ from support_limits import cannot_limit_memory
 from forkd.engines.base import Frozen
 from forkd.engines.qemu import live_fork
 from forkd.engines.qemu.engine import QemuEngine
-from forkd.engines.qemu.fork_thread import check_may_fork, render_small_pages
+from forkd.engines.qemu.live_fork import check_may_fork, render_small_pages
 from forkd.errors import EngineFailed, NotForkable, Unsupported
 from forkd.host.marked import find_marked
-from forkd.model.limits import Limits
+from forkd.model.machine import Limits
 
 pytestmark = [pytest.mark.vm, pytest.mark.usefixtures("nothing_left")]
 
 _NOBODY = 65534
 
 
-@pytest.fixture
-def tcg(frozen_tcg: Case) -> Case:
-    if why := frozen_tcg.engine.why_no_live_forks():
-        pytest.skip(why)
-    return frozen_tcg
+async def test_no_two_vms_have_an_open_file_a_socket_or_an_eventfd_in_common(tcg: Case, run_directory: Path) -> None:
+    async with family(tcg, run_directory) as vms:
+        await asyncio.sleep(0.3)  # no process is traced any more
+        pids = [machine.pid for machine in vms.all]
+        assert len(set(pids)) == 7
+        # Nor have we one with them.
+        assert find_shared_files([os.getpid(), *pids]) == []
+        read_only = {str(tcg.frozen.boot.root), str(tcg.frozen.directory / "memory"), "/dev/null"}
+        assert find_common_inodes(pids) <= read_only
+        assert [find_shared_memory(pid) for pid in pids] == [[]] * 7
 
 
-def test_no_two_vms_have_an_open_file_a_socket_or_an_eventfd_in_common(tcg: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        async with family(tcg, run_directory) as vms:
-            await asyncio.sleep(0.3)  # nobody is traced any more
-            pids = [machine.pid for machine in vms.all]
-            assert len(set(pids)) == 7
-            # Nor have we one with them.
-            assert find_shared_files([os.getpid(), *pids]) == []
-            read_only = {str(tcg.frozen.boot.root), str(tcg.frozen.directory / "memory"), "/dev/null"}
-            assert find_common_inodes(pids) <= read_only
-            assert [find_shared_memory(pid) for pid in pids] == [[]] * 7
-
-    asyncio.run(body())
-
-
-def test_new_code_of_a_fork_takes_it_no_huge_page(tcg: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        async with family(tcg, run_directory) as vms:
-            assert [read_code_flags(each.pid) for each in vms.forks] == [[{"nh"}]] * 5
-            assert [read_code_flags(each.pid) for each in vms.all if each not in vms.forks] == [[{"hg"}]] * 2
-
-    asyncio.run(body())
+async def test_new_code_of_a_fork_takes_it_no_huge_page(tcg: Case, run_directory: Path) -> None:
+    async with family(tcg, run_directory) as vms:
+        assert [read_code_flags(each.pid) for each in vms.forks] == [[{"nh"}]] * 5
+        assert [read_code_flags(each.pid) for each in vms.all if each not in vms.forks] == [[{"hg"}]] * 2
 
 
 def test_buffers_for_code_are_found_among_all_mappings() -> None:
@@ -110,91 +94,74 @@ def test_what_is_compared_is_found_when_it_is_the_same() -> None:
         child.communicate()
 
 
-def test_each_vm_is_found_and_named_as_what_it_is(tcg: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        async with family(tcg, run_directory) as vms:
-            directories = {Path(read_mark(machine.pid)): machine for machine in vms.all}
-            assert len(directories) == 7
-            assert {path.name for path in run_directory.iterdir()} == {path.name for path in directories}
-            check_names({run_directory / path.name: machine for path, machine in directories.items()}, run_directory)
-
-    asyncio.run(body())
+async def test_each_vm_is_found_and_named_as_what_it_is(tcg: Case, run_directory: Path) -> None:
+    async with family(tcg, run_directory) as vms:
+        directories = {Path(read_mark(machine.pid)): machine for machine in vms.all}
+        assert len(directories) == 7
+        assert {path.name for path in run_directory.iterdir()} == {path.name for path in directories}
+        check_names({run_directory / path.name: machine for path, machine in directories.items()}, run_directory)
 
 
-def test_a_name_that_has_no_room_is_cut_and_the_mark_is_not(tcg: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        async with started(tcg, run_directory, "sb-1") as source:
-            fork = await fork_live(tcg.engine, source.machine, run_directory, name="sb-of-a-long-name")
-            try:
-                assert read_name(fork.machine.pid) == "forkd-sb-o"
-                assert find_marked(run_directory).keys() == {run_directory / "sb-1", run_directory / fork.id}
-            finally:
-                await fork.kill()
-
-    asyncio.run(body())
+async def test_a_name_that_has_no_room_is_cut_and_the_mark_is_not(tcg: Case, run_directory: Path) -> None:
+    async with started(tcg, run_directory, "sb-1") as source:
+        fork = await fork_live(tcg.engine, source.machine, run_directory, name="sb-of-a-long-name")
+        try:
+            assert read_name(fork.machine.pid) == "forkd-sb-o"
+            assert find_marked(run_directory).keys() == {run_directory / "sb-1", run_directory / fork.id}
+        finally:
+            await fork.kill()
 
 
-def test_a_fork_whose_directory_has_too_long_a_path_is_refused(tcg: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        async with started(tcg, run_directory) as source:
-            deep = run_directory / ("d" * 200)
-            deep.mkdir()
-            with pytest.raises(EngineFailed):
-                await tcg.engine.fork_live(source.machine, deep / "sb-deep")
-            assert list(deep.iterdir()) == []
-            deep.rmdir()
-            assert (await source.agent.eval("past + 1")).value == 42
-
-    asyncio.run(body())
+async def test_a_fork_whose_directory_has_too_long_a_path_is_refused(tcg: Case, run_directory: Path) -> None:
+    async with started(tcg, run_directory) as source:
+        deep = run_directory / ("d" * 200)
+        deep.mkdir()
+        with pytest.raises(EngineFailed):
+            await tcg.engine.fork_live(source.machine, deep / "sb-deep")
+        assert list(deep.iterdir()) == []
+        deep.rmdir()
+        assert (await source.agent.eval("past + 1")).value == 42
 
 
-def test_forks_of_a_template_and_of_a_running_vm_are_confined_in_every_thread(tcg: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        async with family(tcg, run_directory) as vms:
-            for machine in vms.confined:
-                await machine.pause()
-                check_confined(machine, root=os.geteuid() == 0, death_signal=9)
-                await machine.resume()
-
-    asyncio.run(body())
-
-
-def test_forks_have_no_lock_no_timer_and_nothing_of_what_set_them_up(tcg: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        async with family(tcg, run_directory) as vms:
-            await asyncio.sleep(0.3)
-            assert find_locks(machine.pid for machine in vms.all) == []
-            for machine in vms.all:
-                assert Path(f"/proc/{machine.pid}/timers").read_bytes() == b""
-            for source, forks in ((vms.template, vms.siblings), (vms.source, vms.live)):
-                for fork in forks:
-                    assert list_code(fork.pid) == list_code(source.pid)
-                    assert _thread_names(fork.pid) == _thread_names(source.pid)
-
-    asyncio.run(body())
+async def test_forks_of_a_template_and_of_a_running_vm_are_confined_in_every_thread(
+    tcg: Case, run_directory: Path
+) -> None:
+    async with family(tcg, run_directory) as vms:
+        for machine in vms.confined:
+            await machine.pause()
+            check_confined(machine, root=os.geteuid() == 0, death_signal=9)
+            await machine.resume()
 
 
-def test_forks_that_may_outlive_us_have_no_death_signal(tcg: Case, run_directory: Path) -> None:
+async def test_forks_have_no_lock_no_timer_and_nothing_of_what_set_them_up(tcg: Case, run_directory: Path) -> None:
+    async with family(tcg, run_directory) as vms:
+        await asyncio.sleep(0.3)
+        assert find_locks(machine.pid for machine in vms.all) == []
+        for machine in vms.all:
+            assert Path(f"/proc/{machine.pid}/timers").read_bytes() == b""
+        for source, forks in ((vms.template, vms.siblings), (vms.source, vms.live)):
+            for fork in forks:
+                assert list_code(fork.pid) == list_code(source.pid)
+                assert _thread_names(fork.pid) == _thread_names(source.pid)
+
+
+async def test_forks_that_may_outlive_us_have_no_death_signal(tcg: Case, run_directory: Path) -> None:
     lasting = Case(QemuEngine("tcg", outlive=True), tcg.frozen)
-
-    async def body() -> None:
-        async with family(lasting, run_directory) as vms:
-            for machine in vms.all:
-                if not machine.paused:
-                    await machine.pause()
-            assert [read_death_signal(machine.pid) for machine in vms.confined] == [0] * 6
-            assert read_death_signal(vms.template.pid) == 9
-
-    asyncio.run(body())
+    async with family(lasting, run_directory) as vms:
+        for machine in vms.all:
+            if not machine.paused:
+                await machine.pause()
+        assert [read_death_signal(machine.pid) for machine in vms.confined] == [0] * 6
+        assert read_death_signal(vms.template.pid) == 9
 
 
 _AS_NOBODY = """
 import asyncio, os, pickle, sys
 from pathlib import Path
-from engine_cases import Case
-from live_fork_cases import values_of
+from engine_cases import Case, started
+from engine_cases import values_of
 from live_fork_looks import check_confined, check_names, family, find_common_inodes, find_shared_files, read_mark
-from forkd.runtime.engines import QemuEngine
+from forkd.engines.qemu.engine import QemuEngine
 run, frozen = Path(sys.argv[1]), pickle.loads(sys.stdin.buffer.read())
 async def main():
     assert os.getresuid() == (65534,) * 3
@@ -215,7 +182,7 @@ print("all is well")
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else; we are an ordinary user already")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user; we are an ordinary user already")
 def test_an_ordinary_users_forks_are_as_separate_and_as_confined(tcg: Case) -> None:
     here = Path(__file__).parent
     with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as path:
@@ -254,7 +221,7 @@ class _Group:
     def remove(self) -> None: ...
 
 
-def test_a_live_fork_is_in_its_own_group_before_it_runs(
+async def test_a_live_fork_is_in_its_own_group_before_it_runs(
     tcg: Case, run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups: dict[str, _Group] = {}
@@ -263,27 +230,21 @@ def test_a_live_fork_is_in_its_own_group_before_it_runs(
     def grouped(directory: Path, *_: object) -> Iterator[_Group]:
         yield groups.setdefault(directory.name, _Group())
 
-    async def body() -> None:
-        async with started(tcg, run_directory) as source:
-            monkeypatch.setattr(live_fork, "grouped", grouped)
-            async with live_forks(tcg.engine, source.machine, run_directory, 2) as forks:
-                assert {name: group.added for name, group in groups.items()} == {
-                    fork.id: [(fork.machine.pid, True)] for fork in forks
-                }
-
-    asyncio.run(body())
+    async with started(tcg, run_directory) as source:
+        monkeypatch.setattr(live_fork, "grouped", grouped)
+        async with live_forks(tcg.engine, source.machine, run_directory, 2) as forks:
+            assert {name: group.added for name, group in groups.items()} == {
+                fork.id: [(fork.machine.pid, True)] for fork in forks
+            }
 
 
 @cannot_limit_memory
-def test_a_limit_that_cannot_be_is_refused_and_the_source_goes_on(tcg: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        async with started(tcg, run_directory) as source:
-            with pytest.raises(Unsupported):
-                await tcg.engine.fork_live(source.machine, run_directory / "sb-bound", Limits(memory_mib=200))
-            assert find_marked(run_directory).keys() == {run_directory / source.id}
-            assert (await source.agent.eval("past + 1")).value == 42
-
-    asyncio.run(body())
+async def test_a_limit_that_cannot_be_is_refused_and_the_source_goes_on(tcg: Case, run_directory: Path) -> None:
+    async with started(tcg, run_directory) as source:
+        with pytest.raises(Unsupported):
+            await tcg.engine.fork_live(source.machine, run_directory / "sb-bound", Limits(memory_mib=200))
+        assert find_marked(run_directory).keys() == {run_directory / source.id}
+        assert (await source.agent.eval("past + 1")).value == 42
 
 
 def _thread_names(pid: int) -> list[str]:
@@ -301,7 +262,7 @@ def _of_nobody(frozen: Frozen, into: Path) -> Frozen:
 
 
 def _as_nobody() -> list[str]:
-    """A Python that an ordinary user may run: ours may be in somebody's home."""
+    """A Python that an ordinary user may run: ours may be in a private home."""
     command = ["setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", "--bounding-set=-all", "--"]
     for python in _pythons():
         probe = [*command, python, "-c", f"import sys; assert sys.version_info[:2] == {sys.version_info[:2]}"]

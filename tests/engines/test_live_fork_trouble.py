@@ -1,37 +1,31 @@
 """Forks that cannot be, or whose source, caller or host gives up half-way: a typed error, and nothing left of them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
-import pickle
 import random
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from engine_cases import Case
-from live_fork_cases import fork_live, greet, live_forks, rehearsed, started, value_of, values_of
+from engine_cases import Case, fork_live, greet, killed_owner, live_forks, rehearsed, started, value_of, values_of
 
 from forkd.engines.base import ExitReason, Machine
 from forkd.engines.qemu import engine as qemu_engine
 from forkd.engines.qemu import monitor
-from forkd.engines.qemu.binary import Binary
+from forkd.engines.qemu.args import Binary
 from forkd.engines.qemu.engine import QemuEngine
 from forkd.errors import EngineFailed, ForkdError, NotForkable, Unsupported
-from forkd.guest.calls import Agent
-from forkd.host.marked import find_marked, kill_marked
+from forkd.guest.agent import Agent
+from forkd.host.marked import find_marked
 from forkd.host.procfork import ptrace
-from forkd.model.identity import new_identity
-from forkd.runtime.sandbox import Sandbox
+from forkd.model.names import new_identity
+from forkd.runtime.child import Child
 
 pytestmark = [pytest.mark.vm, pytest.mark.usefixtures("nothing_left")]
 
@@ -40,35 +34,14 @@ _INSTANTS_MS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20)
 _WAIT_S = 20
 
 
-@pytest.fixture
-def tcg(frozen_tcg: Case) -> Case:
-    if why := frozen_tcg.engine.why_no_live_forks():
-        pytest.skip(why)
-    return frozen_tcg
-
-
 # The source
 
 
 @pytest.mark.parametrize("settled", [False, True], ids=["a running VM", "a template"])
-def test_a_source_that_is_killed_while_it_is_forked_leaves_a_whole_fork_or_none(
+async def test_a_source_that_is_killed_while_it_is_forked_leaves_a_whole_fork_or_none(
     tcg: Case, run_directory: Path, settled: bool
 ) -> None:
-    async def body() -> None:
-        async with rehearsed(tcg, run_directory) as template:
-            for number, delay_ms in enumerate(_INSTANTS_MS):
-                source = await tcg.engine.fork_live(
-                    template, run_directory / f"source-{number}", settled=True, paused=settled
-                )
-                await source.running()
-                try:
-                    await _kill_and_look(source, delay_ms)
-                finally:
-                    await source.kill()
-                assert find_marked(run_directory).keys() == {run_directory / "template"}
-                assert [path.name for path in run_directory.iterdir()] == ["template"]
-
-    async def _kill_and_look(source: Machine, delay_ms: int) -> None:
+    async def kill_and_look(source: Machine, delay_ms: int) -> None:
         forking = asyncio.create_task(tcg.engine.fork_live(source, run_directory / "fork", settled=settled))
         await asyncio.sleep(delay_ms / 1000)
         os.kill(source.pid, signal.SIGKILL)
@@ -85,260 +58,222 @@ def test_a_source_that_is_killed_while_it_is_forked_leaves_a_whole_fork_or_none(
         finally:
             await fork.kill()
 
-    asyncio.run(body())
-
-
-def test_a_source_that_has_ended_is_not_forked(tcg: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        async with started(tcg, run_directory) as source:
-            await source.machine.kill()
-            with pytest.raises(NotForkable, match="ended"):
-                await tcg.engine.fork_live(source.machine, run_directory / "fork")
-
-    asyncio.run(body())
-
-
-def test_a_source_that_is_ended_while_it_is_forked_is_gone_when_that_returns(tcg: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        async with rehearsed(tcg, run_directory) as template:
-            for delay_ms in (0, 3, 6, 10):
-                source = await fork_live(tcg.engine, template, run_directory, settled=True)
-                forking = asyncio.create_task(tcg.engine.fork_live(source.machine, run_directory / "fork"))
-                await asyncio.sleep(delay_ms / 1000)
+    async with rehearsed(tcg, run_directory) as template:
+        for number, delay_ms in enumerate(_INSTANTS_MS):
+            source = await tcg.engine.fork_live(
+                template, run_directory / f"source-{number}", settled=True, paused=settled
+            )
+            await source.running()
+            try:
+                await kill_and_look(source, delay_ms)
+            finally:
                 await source.kill()
-                assert not Path(f"/proc/{source.machine.pid}").exists()
-                (outcome,) = await asyncio.gather(forking, return_exceptions=True)
-                if isinstance(outcome, BaseException):
-                    assert isinstance(outcome, ForkdError), repr(outcome)
-                else:
-                    await outcome.kill()
-                assert find_marked(run_directory).keys() == {run_directory / "template"}
-
-    asyncio.run(body())
+            assert find_marked(run_directory).keys() == {run_directory / "template"}
+            assert [path.name for path in run_directory.iterdir()] == ["template"]
 
 
-def test_a_guest_that_panics_while_it_is_forked_takes_nobody_else_with_it(tcg: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        async with rehearsed(tcg, run_directory) as template:
-            for delay_ms in (0, 2, 5, 10, 20, 40):
-                source = await fork_live(tcg.engine, template, run_directory, settled=True)
-                try:
-                    await _panic_and_look(source, delay_ms)
-                finally:
-                    await source.kill()
-            async with live_forks(tcg.engine, template, run_directory, 1, settled=True) as (fork,):
-                assert await value_of(fork, "past + 1") == 42
-
-    async def _panic_and_look(source: Sandbox, delay_ms: int) -> None:
-        panic = "open('/proc/sysrq-trigger', 'w').write('c')"
-        asking = asyncio.create_task(source.agent.eval(panic))
-        await asyncio.sleep(delay_ms / 1000)
-        try:
-            fork = await tcg.engine.fork_live(source.machine, run_directory / "fork")
-        except EngineFailed:
-            fork = None
-        death = await asyncio.wait_for(asyncio.shield(source.machine.death), _WAIT_S)
-        assert death.reason is ExitReason.PANICKED
-        await asyncio.gather(asking, return_exceptions=True)
-        if fork is not None:
-            # Of an instant before: it panics too, or was never told to. What it said before that is its source's.
-            await asyncio.wait([fork.death], timeout=2)
-            if fork.death.done():
-                assert fork.death.result().reason in (ExitReason.PANICKED, ExitReason.POWERED_OFF)
-            await fork.kill()
-
-    asyncio.run(body())
+async def test_a_source_that_has_ended_is_not_forked(tcg: Case, run_directory: Path) -> None:
+    async with started(tcg, run_directory) as source:
+        await source.machine.kill()
+        with pytest.raises(NotForkable, match="ended"):
+            await tcg.engine.fork_live(source.machine, run_directory / "fork")
 
 
-def test_a_qemu_that_was_stopped_by_a_signal_is_not_forked_and_is_as_it_was_when_it_goes_on(
+async def test_a_source_that_is_ended_while_it_is_forked_is_gone_when_that_returns(
+    tcg: Case, run_directory: Path
+) -> None:
+    async with rehearsed(tcg, run_directory) as template:
+        for delay_ms in (0, 3, 6, 10):
+            source = await fork_live(tcg.engine, template, run_directory, settled=True)
+            forking = asyncio.create_task(tcg.engine.fork_live(source.machine, run_directory / "fork"))
+            await asyncio.sleep(delay_ms / 1000)
+            await source.kill()
+            assert not Path(f"/proc/{source.machine.pid}").exists()
+            (outcome,) = await asyncio.gather(forking, return_exceptions=True)
+            if isinstance(outcome, BaseException):
+                assert isinstance(outcome, ForkdError), repr(outcome)
+            else:
+                await outcome.kill()
+            assert find_marked(run_directory).keys() == {run_directory / "template"}
+
+
+async def test_a_guest_that_panics_while_it_is_forked_takes_nobody_else_with_it(tcg: Case, run_directory: Path) -> None:
+    async with rehearsed(tcg, run_directory) as template:
+        for delay_ms in (0, 2, 5, 10, 20, 40):
+            async with live_forks(tcg.engine, template, run_directory, 1, settled=True) as (source,):
+                await _panic_and_look(tcg, source, run_directory / "fork", delay_ms)
+        async with live_forks(tcg.engine, template, run_directory, 1, settled=True) as (fork,):
+            assert await value_of(fork, "past + 1") == 42
+
+
+async def _panic_and_look(case: Case, source: Child, directory: Path, delay_ms: int) -> None:
+    panic = "open('/proc/sysrq-trigger', 'w').write('c')"
+    asking = asyncio.create_task(source.agent.eval(panic))
+    await asyncio.sleep(delay_ms / 1000)
+    try:
+        fork = await case.engine.fork_live(source.machine, directory)
+    except EngineFailed:
+        fork = None
+    death = await asyncio.wait_for(asyncio.shield(source.machine.death), _WAIT_S)
+    assert death.reason is ExitReason.PANICKED
+    await asyncio.gather(asking, return_exceptions=True)
+    if fork is not None:
+        # Of an instant before: it panics too, or was never told to. What it said before that is its source's.
+        await asyncio.wait([fork.death], timeout=2)
+        if fork.death.done():
+            assert fork.death.result().reason in (ExitReason.PANICKED, ExitReason.POWERED_OFF)
+        await fork.kill()
+
+
+async def test_a_qemu_that_was_stopped_by_a_signal_is_not_forked_and_is_as_it_was_when_it_goes_on(
     tcg: Case, run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(monitor, "COMMAND_DEADLINE_S", 0.5)
+    async with started(tcg, run_directory) as source, rehearsed(tcg, run_directory) as template:
+        for machine, settled in ((source.machine, False), (template, True)):
+            os.kill(machine.pid, signal.SIGSTOP)
+            try:
+                while _state(machine.pid) != "T":
+                    await asyncio.sleep(0.001)
+                for _ in range(2):
+                    with pytest.raises(EngineFailed):
+                        await tcg.engine.fork_live(machine, run_directory / "fork", settled=settled)
+                assert _state(machine.pid) == "T"
+            finally:
+                os.kill(machine.pid, signal.SIGCONT)
+        monkeypatch.undo()
+        assert find_marked(run_directory).keys() == {run_directory / source.id, run_directory / "template"}
+        assert await value_of(source, "past + 1") == 42
+        assert not source.machine.paused and template.paused
+        async with (
+            live_forks(tcg.engine, source.machine, run_directory, 1) as one,
+            live_forks(tcg.engine, template, run_directory, 1, settled=True) as other,
+        ):
+            assert await values_of((*one, *other), "past + 1") == [42, 42]
 
-    async def body() -> None:
-        async with started(tcg, run_directory) as source, rehearsed(tcg, run_directory) as template:
-            for machine, settled in ((source.machine, False), (template, True)):
-                os.kill(machine.pid, signal.SIGSTOP)
-                try:
-                    while _state(machine.pid) != "T":
-                        await asyncio.sleep(0.001)
-                    for _ in range(2):
-                        with pytest.raises(EngineFailed):
-                            await tcg.engine.fork_live(machine, run_directory / "fork", settled=settled)
-                    assert _state(machine.pid) == "T"
-                finally:
-                    os.kill(machine.pid, signal.SIGCONT)
-            monkeypatch.undo()
-            assert find_marked(run_directory).keys() == {run_directory / source.id, run_directory / "template"}
+
+async def test_a_vm_that_another_process_traces_is_not_forked_and_goes_on(tcg: Case, run_directory: Path) -> None:
+    async with started(tcg, run_directory) as source:
+        with _traced_by_another(source.machine.pid):
+            with pytest.raises(NotForkable, match="may not be traced"):
+                await tcg.engine.fork_live(source.machine, run_directory / "fork")
             assert await value_of(source, "past + 1") == 42
-            assert not source.machine.paused and template.paused
-            async with (
-                live_forks(tcg.engine, source.machine, run_directory, 1) as one,
-                live_forks(tcg.engine, template, run_directory, 1, settled=True) as other,
-            ):
-                assert await values_of((*one, *other), "past + 1") == [42, 42]
-
-    asyncio.run(body())
+        async with live_forks(tcg.engine, source.machine, run_directory, 1) as (fork,):
+            assert await value_of(fork, "past + 1") == 42
 
 
-def test_a_vm_that_somebody_else_traces_is_not_forked_and_goes_on(tcg: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        async with started(tcg, run_directory) as source:
-            with _traced_by_another(source.machine.pid):
-                with pytest.raises(NotForkable, match="may not be traced"):
-                    await tcg.engine.fork_live(source.machine, run_directory / "fork")
-                assert await value_of(source, "past + 1") == 42
-            async with live_forks(tcg.engine, source.machine, run_directory, 1) as (fork,):
-                assert await value_of(fork, "past + 1") == 42
-
-    asyncio.run(body())
-
-
-def test_a_parent_that_boots_is_not_forked_and_goes_on(tcg: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        (run_directory / "memory").mkdir()
-        parent = await tcg.engine.boot(tcg.frozen.boot, run_directory / "parent", run_directory / "memory")
-        try:
-            with pytest.raises(NotForkable):
-                await tcg.engine.fork_live(parent, run_directory / "fork")
-            await parent.running()
-            assert not parent.death.done()
-        finally:
-            await parent.kill()
-        shutil.rmtree(run_directory / "memory")
-
-    asyncio.run(body())
+async def test_a_parent_that_boots_is_not_forked_and_goes_on(tcg: Case, run_directory: Path) -> None:
+    (run_directory / "memory").mkdir()
+    parent = await tcg.engine.boot(tcg.frozen.boot, run_directory / "parent", run_directory / "memory")
+    try:
+        with pytest.raises(NotForkable):
+            await tcg.engine.fork_live(parent, run_directory / "fork")
+        await parent.running()
+        assert not parent.death.done()
+    finally:
+        await parent.kill()
+    shutil.rmtree(run_directory / "memory")
 
 
 # The caller
 
 
 @pytest.mark.parametrize("settled", [False, True], ids=["a running VM", "a template"])
-def test_a_fork_that_nobody_waits_for_any_more_leaves_nothing(tcg: Case, run_directory: Path, settled: bool) -> None:
+async def test_a_fork_that_nobody_waits_for_any_more_leaves_nothing(
+    tcg: Case, run_directory: Path, settled: bool
+) -> None:
     chance = random.Random(7)
-
-    async def body() -> None:
-        async with rehearsed(tcg, run_directory) as template:
-            source = await fork_live(tcg.engine, template, run_directory, settled=True)
-            machine = template if settled else source.machine
-            there, descriptors = set(run_directory.iterdir()), _list_descriptors()
-            for number in range(30):
-                forking = asyncio.create_task(
-                    tcg.engine.fork_live(machine, run_directory / f"fork-{number}", settled=settled)
-                )
-                await asyncio.sleep(chance.uniform(0, 0.02))
-                forking.cancel()
-                (outcome,) = await asyncio.gather(forking, return_exceptions=True)
-                if isinstance(outcome, BaseException):
-                    assert isinstance(outcome, asyncio.CancelledError), repr(outcome)
-                else:
-                    await outcome.kill()  # it was there before the call
-                assert set(run_directory.iterdir()) == there
-                assert find_marked(run_directory).keys() == there
-            assert _list_descriptors() <= descriptors
-            assert await value_of(source, "past + 1") == 42
-            async with live_forks(tcg.engine, machine, run_directory, 1, settled=settled) as (fork,):
-                assert await value_of(fork, "past + 1") == 42
-            await source.kill()
-
-    asyncio.run(body())
+    async with rehearsed(tcg, run_directory) as template:
+        source = await fork_live(tcg.engine, template, run_directory, settled=True)
+        machine = template if settled else source.machine
+        there, descriptors = set(run_directory.iterdir()), _list_descriptors()
+        for number in range(30):
+            forking = asyncio.create_task(
+                tcg.engine.fork_live(machine, run_directory / f"fork-{number}", settled=settled)
+            )
+            await asyncio.sleep(chance.uniform(0, 0.02))
+            forking.cancel()
+            (outcome,) = await asyncio.gather(forking, return_exceptions=True)
+            if isinstance(outcome, BaseException):
+                assert isinstance(outcome, asyncio.CancelledError), repr(outcome)
+            else:
+                await outcome.kill()  # it was there before the call
+            assert set(run_directory.iterdir()) == there
+            assert find_marked(run_directory).keys() == there
+        assert _list_descriptors() <= descriptors
+        assert await value_of(source, "past + 1") == 42
+        async with live_forks(tcg.engine, machine, run_directory, 1, settled=settled) as (fork,):
+            assert await value_of(fork, "past + 1") == 42
+        await source.kill()
 
 
-def test_a_directory_that_is_there_already_is_left_alone(tcg: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        async with started(tcg, run_directory) as source:
-            taken = run_directory / "taken"
-            taken.mkdir()
-            (taken / "file").write_text("mine")
-            with pytest.raises(EngineFailed, match="taken"):
-                await tcg.engine.fork_live(source.machine, taken)
-            with pytest.raises(EngineFailed, match="Could not make the directory"):
-                await tcg.engine.fork_live(source.machine, run_directory / "nowhere/fork")
-            assert (taken / "file").read_text() == "mine"
-            shutil.rmtree(taken)
-            assert await value_of(source, "past + 1") == 42
-            with pytest.raises(EngineFailed, match=source.id):
-                await tcg.engine.fork_live(source.machine, run_directory / source.id)
-            async with live_forks(tcg.engine, source.machine, run_directory, 1) as (fork,):
-                assert await value_of(fork, "past + 1") == 42
-
-    asyncio.run(body())
+async def test_a_directory_that_is_there_already_is_left_alone(tcg: Case, run_directory: Path) -> None:
+    async with started(tcg, run_directory) as source:
+        taken = run_directory / "taken"
+        taken.mkdir()
+        (taken / "file").write_text("mine")
+        with pytest.raises(EngineFailed, match="taken"):
+            await tcg.engine.fork_live(source.machine, taken)
+        with pytest.raises(EngineFailed, match="Could not make the directory"):
+            await tcg.engine.fork_live(source.machine, run_directory / "nowhere/fork")
+        assert (taken / "file").read_text() == "mine"
+        shutil.rmtree(taken)
+        assert await value_of(source, "past + 1") == 42
+        with pytest.raises(EngineFailed, match=source.id):
+            await tcg.engine.fork_live(source.machine, run_directory / source.id)
+        async with live_forks(tcg.engine, source.machine, run_directory, 1) as (fork,):
+            assert await value_of(fork, "past + 1") == 42
 
 
 _FORKER = """
-import asyncio, pickle, sys
-from pathlib import Path
-sys.path.append(sys.argv[2])
-from live_fork_cases import fork_live
-from forkd.runtime.engines import QemuEngine
-from forkd.runtime.spawn import fork_one
-from forkd.model.identity import new_identity
-run, frozen = Path(sys.argv[1]), pickle.loads(sys.stdin.buffer.read())
-async def main():
-    engine = QemuEngine("tcg", outlive=True)
-    source = await fork_one(engine, frozen, new_identity("source"), run)
-    await fork_live(engine, source.machine, run, name="first")
-    print("forking", flush=True)
-    while True:
-        machine = await engine.fork_live(source.machine, run / "fork")
-        await machine.kill()
-asyncio.run(main())
+engine = QemuEngine("tcg", outlive=True)
+source = await fork_one(engine, frozen, new_identity("source"), run)
+await fork_live(engine, source.machine, run, name="first")
+print("forking", flush=True)
+while True:
+    machine = await engine.fork_live(source.machine, run / "fork")
+    await machine.kill()
 """
 
 
-def test_an_owner_that_is_killed_while_it_forks_leaves_whole_vms_and_no_others(tcg: Case, run_directory: Path) -> None:
+async def test_an_owner_that_is_killed_while_it_forks_leaves_whole_vms_and_no_others(
+    tcg: Case, run_directory: Path
+) -> None:
     chance = random.Random(3)
+    for _ in range(6):
+        with killed_owner(_FORKER, run_directory, tcg.frozen, after_s=chance.uniform(0, 0.06)) as said:
+            assert said == "forking"
+            _wait_until_steady(run_directory)
+            await _look_at_what_is_left(run_directory)
+            # All other VMs have the mark of the one fork under way, or are gone.
+            assert find_marked(run_directory).keys() <= {run_directory / "fork"}
 
-    async def look() -> None:
-        lasting = QemuEngine("tcg", outlive=True)
-        left = find_marked(run_directory)
-        assert {run_directory / "source", run_directory / "first"} <= left.keys()
-        assert left.keys() <= {run_directory / name for name in ("source", "first", "fork")}
-        for name in ("source", "first"):
-            machine = await lasting.adopt(run_directory / name, left[run_directory / name])
-            if machine.paused:  # its owner had stopped it for the fork that was under way
-                assert name == "source"
-                await machine.resume()
-            agent = await Agent.connect(await machine.connect())
+
+async def _look_at_what_is_left(run: Path) -> None:
+    lasting = QemuEngine("tcg", outlive=True)
+    left = find_marked(run)
+    assert {run / "source", run / "first"} <= left.keys()
+    assert left.keys() <= {run / name for name in ("source", "first", "fork")}
+    for name in ("source", "first"):
+        machine = await lasting.adopt(run / name, left[run / name])
+        if machine.paused:  # its owner had stopped it for the fork that was under way
+            assert name == "source"
+            await machine.resume()
+        with closing(await Agent.connect(await machine.connect())) as agent:
             assert (await agent.eval("past + 1")).value == 42
             # With us connected, as a daemon is: a guest that is just losing its host throws away what it is sent.
-            async with live_forks(lasting, machine, run_directory, 1) as (fork,):
+            async with live_forks(lasting, machine, run, 1) as (fork,):
                 assert await value_of(fork, "past + 1") == 42
-            agent.close()
-            await machine.kill()
-
-    for _ in range(6):
-        with _killed_owner(tcg, run_directory, chance.uniform(0, 0.06)):
-            _wait_until_steady(run_directory)
-            asyncio.run(look())
-            # Whatever else there was has the mark of the one fork under way, or is gone.
-            assert find_marked(run_directory).keys() <= {run_directory / "fork"}
+        await machine.kill()
 
 
 # The host
 
 
-def test_descriptors_that_run_out_in_the_middle_are_a_typed_error_each_time(tcg: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        async with rehearsed(tcg, run_directory) as template:
-            async with live_forks(tcg.engine, template, run_directory, 4, settled=True) as forks:
-                source = forks[0].machine
-                there = set(run_directory.iterdir())
-                for machine, settled in ((template, True), (source, False)):
-                    made = 0
-                    for room in range(30):
-                        if await _try_within(machine, settled, room):
-                            made += 1
-                        # Without a descriptor, what is in a directory cannot be found out, and so not be removed.
-                        shutil.rmtree(run_directory / "fork", ignore_errors=True)
-                        assert set(run_directory.iterdir()) == there
-                        assert find_marked(run_directory).keys() == there
-                    assert 0 < made < 30
-                assert await values_of(forks, "past + 1") == [42] * 4
-                async with live_forks(tcg.engine, template, run_directory, 1, settled=True) as (more,):
-                    assert await value_of(more, "past + 1") == 42
-
-    async def _try_within(source: Machine, settled: bool, room: int) -> bool:
+async def test_descriptors_that_run_out_in_the_middle_are_a_typed_error_each_time(
+    tcg: Case, run_directory: Path
+) -> None:
+    async def try_within(source: Machine, settled: bool, room: int) -> bool:
         try:
             with _few_descriptors(room):
                 machine = await tcg.engine.fork_live(source, run_directory / "fork", settled=settled)
@@ -347,66 +282,71 @@ def test_descriptors_that_run_out_in_the_middle_are_a_typed_error_each_time(tcg:
         await (await greet(machine, new_identity("fork"), settled=settled)).kill()
         return True
 
-    asyncio.run(body())
+    async with (
+        rehearsed(tcg, run_directory) as template,
+        live_forks(tcg.engine, template, run_directory, 4, settled=True) as forks,
+    ):
+        there = set(run_directory.iterdir())
+        for machine, settled in ((template, True), (forks[0].machine, False)):
+            made = 0
+            for room in range(30):
+                made += await try_within(machine, settled, room)
+                # Without a descriptor, what is in a directory cannot be found out, and so not be removed.
+                shutil.rmtree(run_directory / "fork", ignore_errors=True)
+                assert set(run_directory.iterdir()) == there
+                assert find_marked(run_directory).keys() == there
+            assert 0 < made < 30
+        assert await values_of(forks, "past + 1") == [42] * 4
+        async with live_forks(tcg.engine, template, run_directory, 1, settled=True) as (more,):
+            assert await value_of(more, "past + 1") == 42
 
 
-def test_a_source_that_may_open_no_more_files_is_not_forked_and_goes_on(tcg: Case, run_directory: Path) -> None:
-    async def body() -> None:
-        async with started(tcg, run_directory) as source:
-            pid = source.machine.pid
-            allowed = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-            used = max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1
-            for room in range(4):
-                resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + room, allowed[1]))
-                with pytest.raises(NotForkable):
-                    await tcg.engine.fork_live(source.machine, run_directory / "fork")
-                assert await value_of(source, "past + 1") == 42
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, allowed)
-            async with live_forks(tcg.engine, source.machine, run_directory, 1) as (fork,):
-                assert await value_of(fork, "past + 1") == 42
-
-    asyncio.run(body())
+async def test_a_source_that_may_open_no_more_files_is_not_forked_and_goes_on(tcg: Case, run_directory: Path) -> None:
+    async with started(tcg, run_directory) as source:
+        pid = source.machine.pid
+        allowed = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        used = max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1
+        for room in range(4):
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + room, allowed[1]))
+            with pytest.raises(NotForkable):
+                await tcg.engine.fork_live(source.machine, run_directory / "fork")
+            assert await value_of(source, "past + 1") == 42
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, allowed)
+        async with live_forks(tcg.engine, source.machine, run_directory, 1) as (fork,):
+            assert await value_of(fork, "past + 1") == 42
 
 
-def test_under_kvm_no_live_vm_is_forked_and_the_reason_is_told(tcg: Case, run_directory: Path) -> None:
+async def test_under_kvm_no_live_vm_is_forked_and_the_reason_is_told(tcg: Case, run_directory: Path) -> None:
     engine = QemuEngine("kvm", binary=Binary("/nonexistent", "9.0.0"))
-
-    async def body() -> None:
-        why = engine.why_no_live_forks()
-        assert why is not None and "KVM" in why
+    why = engine.why_no_live_forks()
+    assert why is not None and "KVM" in why
+    with pytest.raises(Unsupported, match="KVM"):
+        await engine.template(tcg.frozen, run_directory / "template")
+    async with started(tcg, run_directory) as source:
         with pytest.raises(Unsupported, match="KVM"):
-            await engine.template(tcg.frozen, run_directory / "template")
-        async with started(tcg, run_directory) as source:
-            with pytest.raises(Unsupported, match="KVM"):
-                await engine.fork_live(source.machine, run_directory / "fork")
-
-    asyncio.run(body())
+            await engine.fork_live(source.machine, run_directory / "fork")
 
 
-def test_where_tracing_is_not_allowed_vms_are_started_as_before_and_qemu_confines_itself(
+async def test_where_tracing_is_not_allowed_vms_are_started_as_before_and_qemu_confines_itself(
     tcg: Case, run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(qemu_engine, "find_tracing_lack", lambda: "made up")
-
-    async def body() -> None:
-        async with started(tcg, run_directory) as child:
-            assert await value_of(child, "past + 1") == 42
-            assert b"spawn=deny" in Path(f"/proc/{child.machine.pid}/cmdline").read_bytes()
-            for refused in (
-                tcg.engine.template(tcg.frozen, run_directory / "template"),
-                tcg.engine.fork_live(child.machine, run_directory / "fork"),
-            ):
-                with pytest.raises(Unsupported, match="made up") as caught:
-                    await refused
-                assert caught.value.hint
-            # Nor can it be forked where that is allowed again, as after an upgrade: its filter would kill it.
-            monkeypatch.undo()
-            with pytest.raises(NotForkable, match="started where"):
-                await tcg.engine.fork_live(child.machine, run_directory / "fork")
-            assert find_marked(run_directory).keys() == {run_directory / child.id}
-            assert await value_of(child, "past + 1") == 42
-
-    asyncio.run(body())
+    async with started(tcg, run_directory) as child:
+        assert await value_of(child, "past + 1") == 42
+        assert b"spawn=deny" in Path(f"/proc/{child.machine.pid}/cmdline").read_bytes()
+        for refused in (
+            tcg.engine.template(tcg.frozen, run_directory / "template"),
+            tcg.engine.fork_live(child.machine, run_directory / "fork"),
+        ):
+            with pytest.raises(Unsupported, match="made up") as caught:
+                await refused
+            assert caught.value.hint
+        # Nor can it be forked where that is allowed again, as after an upgrade: its filter would kill it.
+        monkeypatch.undo()
+        with pytest.raises(NotForkable, match="started where"):
+            await tcg.engine.fork_live(child.machine, run_directory / "fork")
+        assert find_marked(run_directory).keys() == {run_directory / child.id}
+        assert await value_of(child, "past + 1") == 42
 
 
 def _list_descriptors() -> set[str]:
@@ -455,29 +395,6 @@ def _traced_by_another(pid: int) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-
-
-@contextmanager
-def _killed_owner(case: Case, run: Path, after_s: float) -> Iterator[None]:
-    """One that was killed while it forked; all is gone at the end."""
-    command = [sys.executable, "-c", _FORKER, str(run), str(Path(__file__).parent)]
-    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        assert owner.stdin is not None and owner.stdout is not None
-        owner.stdin.write(pickle.dumps(case.frozen))
-        owner.stdin.close()
-        assert owner.stdout.readline() == b"forking\n"
-        owner.stdout.close()
-        time.sleep(after_s)
-        owner.kill()
-        owner.wait()
-        yield
-    finally:
-        owner.kill()
-        owner.wait()
-        kill_marked(run)
-        for left in run.iterdir():
-            shutil.rmtree(left)
 
 
 def _wait_until_steady(run: Path) -> None:

@@ -1,22 +1,19 @@
 """What QEMU is told, and what is read off it. Pure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from forkd.engines.base import BootSpec, ExitReason, tail_of
-from forkd.engines.qemu.args import Ram, Seat, render_args
-from forkd.engines.qemu.binary import Binary, parse_version, render_platform
+from forkd.engines.qemu.args import Binary, Ram, Slot, parse_version, render_args, render_platform
 from forkd.engines.qemu.machine import parse_exit, parse_paused
 from forkd.errors import EngineFailed, HostLacks
-from forkd.host.cpu import parse_cpu
 from forkd.host.process import ExitStatus
+from forkd.host.system import parse_cpu
 from forkd.model.machine import MachineSpec
 
 SPEC = BootSpec(MachineSpec(256, 2), Path("/k/vmlinuz"), Path("/k/initrd"), Path("/i/root,1.erofs"))
-SEAT = Seat("sb-1", Path("/run/x/console.log"), 7, 8)
+SEAT = Slot("sb-1", Path("/run/x/console.log"), 7, 8)
 
 
 def after(args: list[str], option: str) -> str:

@@ -1,18 +1,17 @@
 """The host against guests that lie, flood, stall or talk nonsense."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from forkd.errors import AgentError, ChannelClosed, ForkdError, GuestTimeout, ProtocolError
-from forkd.guest.calls import Agent
+from forkd.guest.agent import Agent
 from forkd.guest.channel import Channel
 from forkd.guest.exchange import Exchange, parse_failure
 from forkd.wire.agent import (
@@ -42,7 +41,7 @@ Answer = Callable[[int, int, bytes], bytes]
 
 
 class FakeGuest(asyncio.Protocol):
-    """Answers every frame with whatever bytes `answer(kind, stream, payload)` gives."""
+    """Answers every frame with the bytes that `answer(kind, stream, payload)` gives."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -63,22 +62,20 @@ class FakeGuest(asyncio.Protocol):
                 self.transport.write(answer)
 
 
-def against(answer: Answer, body: Callable[[Agent, FakeGuest], Awaitable[object]]) -> None:
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)
-        loop = asyncio.get_running_loop()
-        transport, guest = await loop.create_connection(lambda: FakeGuest(answer), sock=theirs)
-        agent = Agent.attach(ours)
-        try:
-            async with asyncio.timeout(20):
-                await body(agent, guest)
-        finally:
-            agent.close()
-            transport.close()
-            await asyncio.sleep(0)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def against(answer: Answer) -> AsyncIterator[tuple[Agent, FakeGuest]]:
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    loop = asyncio.get_running_loop()
+    transport, guest = await loop.create_connection(lambda: FakeGuest(answer), sock=theirs)
+    agent = Agent.attach(ours)
+    try:
+        async with asyncio.timeout(20):
+            yield agent, guest
+    finally:
+        agent.close()
+        transport.close()
+        await asyncio.sleep(0)
     gc.collect()
 
 
@@ -112,12 +109,10 @@ GOOD_EVAL = {"ok": True, "repr": "1", "value": 1}
         b'{"ok": true, "repr": "x", "value": ' + b"9" * 500_000 + b"}",
     ],
 )
-def test_answers_of_the_wrong_shape_are_protocol_errors(answer: bytes) -> None:
-    async def body(agent: Agent, _: FakeGuest) -> None:
+async def test_answers_of_the_wrong_shape_are_protocol_errors(answer: bytes) -> None:
+    async with against(reply(answer)) as (agent, _):
         with pytest.raises(ProtocolError):
             await agent.eval("1")
-
-    against(reply(answer), body)
 
 
 @pytest.mark.parametrize(
@@ -125,18 +120,16 @@ def test_answers_of_the_wrong_shape_are_protocol_errors(answer: bytes) -> None:
     [
         {},
         {"agent": "1"},
-        {"agent": "1", "protocol": True, "python": "", "pid": 1, "interpreter_pid": 1, "uptime_s": 0, "streams": 0},
-        {"agent": "1", "protocol": 1, "python": "", "pid": -1, "interpreter_pid": 1, "uptime_s": 0, "streams": 0},
-        {"agent": "1", "protocol": 1, "python": "", "pid": 1, "interpreter_pid": 1, "uptime_s": 1e400, "streams": 0},
-        {"agent": "1", "protocol": 1, "python": "x" * 500, "pid": 1, "interpreter_pid": 1, "uptime_s": 0, "streams": 0},
+        {**GREETING, "protocol": True},
+        {**GREETING, "pid": -1},
+        {**GREETING, "uptime_s": 1e400},
+        {**GREETING, "python": "x" * 500},
     ],
 )
-def test_an_agent_that_cannot_say_who_it_is_is_not_believed(answer: dict[str, Any]) -> None:
-    async def body(agent: Agent, _: FakeGuest) -> None:
+async def test_an_agent_that_cannot_say_who_it_is_is_not_believed(answer: dict[str, Any]) -> None:
+    async with against(reply(answer)) as (agent, _):
         with pytest.raises(ProtocolError):
             await agent.ping()
-
-    against(reply(answer), body)
 
 
 @pytest.mark.parametrize(
@@ -155,77 +148,69 @@ def test_an_agent_that_cannot_say_who_it_is_is_not_believed(answer: dict[str, An
         lambda stream: encode_json(NOISE, stream, {}),
     ],
 )
-def test_frames_that_do_not_belong_end_the_channel(frame: Callable[[int], bytes]) -> None:
-    async def body(agent: Agent, _: FakeGuest) -> None:
+async def test_frames_that_do_not_belong_end_the_channel(frame: Callable[[int], bytes]) -> None:
+    async with against(lambda kind, stream, _: frame(stream)) as (agent, _):
         with pytest.raises(ProtocolError):
             await agent.eval("1")
         assert agent.channel.closed
         with pytest.raises(ProtocolError):
             await agent.ping()
 
-    against(lambda kind, stream, _: frame(stream), body)
 
-
-def test_garbage_before_the_first_answer_is_forgiven_and_after_it_is_not() -> None:
+async def test_garbage_before_the_first_answer_is_forgiven_and_after_it_is_not() -> None:
     good = reply(GOOD_EVAL)
 
-    async def body(agent: Agent, guest: FakeGuest) -> None:
+    def answer(kind: int, stream: int, payload: bytes) -> bytes:
+        return b"\x00tail of an old frame" + good(kind, stream, payload)
+
+    async with against(answer) as (agent, _):
         assert (await agent.eval("1")).value == 1
-        with pytest.raises(ProtocolError, match="no frame"):
+        with pytest.raises(ProtocolError, match="not a frame"):
             await agent.eval("1")
 
-    against(lambda kind, stream, payload: b"\0tail of an old frame" + good(kind, stream, payload), body)
 
-
-def test_what_was_meant_for_the_client_before_us_is_not_taken_for_ours() -> None:
+async def test_what_was_meant_for_the_client_before_us_is_not_taken_for_ours() -> None:
     good = reply(GOOD_EVAL)
     stale = encode_json(REPLY, 1, {"ok": True, "repr": "stale", "value": "stale"}) * 10
 
-    async def body(agent: Agent, _: FakeGuest) -> None:
+    async with against(lambda kind, stream, payload: stale + good(kind, stream, payload)) as (agent, _):
         assert (await agent.eval("1")).value == 1
-
-    against(lambda kind, stream, payload: stale + good(kind, stream, payload), body)
 
 
 @pytest.mark.parametrize("synchronised", [False, True])
-def test_a_flood_for_nobody_ends_the_channel(synchronised: bool) -> None:
+async def test_a_flood_for_nobody_ends_the_channel(synchronised: bool) -> None:
     flood = encode(DATA, 0xFFFFFFFF, bytes(MAX_PAYLOAD), STDOUT) * 80
     good = reply(GOOD_EVAL)
-
-    async def body(agent: Agent, _: FakeGuest) -> None:
-        if synchronised:
-            await agent.eval("1")
-        with pytest.raises(ProtocolError, match="floods"):
-            await agent.eval("2")
-            await agent.eval("3")
 
     first = iter([synchronised])
 
     def answer(kind: int, stream: int, payload: bytes) -> bytes:
         return good(kind, stream, payload) if next(first, False) else flood + good(kind, stream, payload)
 
-    against(answer, body)
+    async with against(answer) as (agent, _):
+        if synchronised:
+            await agent.eval("1")
+        with pytest.raises(ProtocolError, match="floods"):
+            await agent.eval("2")
+            await agent.eval("3")
 
 
-def test_a_flood_of_output_beyond_its_window_ends_the_channel() -> None:
-    async def body(agent: Agent, _: FakeGuest) -> None:
+async def test_a_flood_of_output_beyond_its_window_ends_the_channel() -> None:
+    flood = WINDOW_BYTES // MAX_PAYLOAD + 1
+    async with against(
+        lambda kind, stream, _: (
+            encode_json(STARTED, stream, {"pid": 5}) + encode(DATA, stream, bytes(MAX_PAYLOAD), STDOUT) * flood
+        )
+    ) as (agent, _):
         process_task = asyncio.create_task(agent.start("yes"))
         with pytest.raises(ProtocolError, match="granted"):
             process = await process_task
             await asyncio.sleep(0.2)
             await process.wait()
 
-    flood = WINDOW_BYTES // MAX_PAYLOAD + 1
-    against(
-        lambda kind, stream, _: (
-            encode_json(STARTED, stream, {"pid": 5}) + encode(DATA, stream, bytes(MAX_PAYLOAD), STDOUT) * flood
-        ),
-        body,
-    )
 
-
-def test_a_guest_that_never_answers_runs_into_the_deadline_and_is_told() -> None:
-    async def body(agent: Agent, guest: FakeGuest) -> None:
+async def test_a_guest_that_never_answers_runs_into_the_deadline_and_is_told() -> None:
+    async with against(lambda *_: b"") as (agent, guest):
         with pytest.raises(GuestTimeout, match=r"answer a ping within 0\.1 s"):
             await agent.ping(deadline_s=0.1)
         await asyncio.sleep(0.05)
@@ -233,11 +218,9 @@ def test_a_guest_that_never_answers_runs_into_the_deadline_and_is_told() -> None
         with pytest.raises(GuestTimeout):
             await agent.hello(deadline_s=0.2)
 
-    against(lambda *_: b"", body)
 
-
-def test_late_frames_of_a_cancelled_exchange_are_dropped() -> None:
-    async def body(agent: Agent, guest: FakeGuest) -> None:
+async def test_late_frames_of_a_cancelled_exchange_are_dropped() -> None:
+    async with against(lambda *_: b"") as (agent, guest):
         with pytest.raises(GuestTimeout):
             await agent.ping(deadline_s=0.05)
         assert guest.transport is not None
@@ -246,10 +229,8 @@ def test_late_frames_of_a_cancelled_exchange_are_dropped() -> None:
         await asyncio.sleep(0.05)
         assert not agent.channel.closed
 
-    against(lambda *_: b"", body)
 
-
-def test_hello_is_repeated_behind_padding_when_nobody_answers() -> None:
+async def test_hello_is_repeated_behind_padding_when_nobody_answers() -> None:
     hellos = []
 
     def answer(kind: int, stream: int, payload: bytes) -> bytes:
@@ -258,40 +239,29 @@ def test_hello_is_repeated_behind_padding_when_nobody_answers() -> None:
         hellos.append(payload)
         if len(hellos) == 1:
             return b""
-        info = {
-            "agent": "1",
-            "protocol": 1,
-            "python": "3",
-            "pid": 1,
-            "interpreter_pid": 2,
-            "uptime_s": 1.5,
-            "streams": 0,
-        }
-        return encode_json(HELLO, stream, {**info, "session": decode_json(payload)["session"]})
+        return encode_json(HELLO, stream, {**GREETING, "session": decode_json(payload)["session"]})
 
-    async def body(agent: Agent, guest: FakeGuest) -> None:
+    async with against(answer) as (agent, guest):
         info = await agent.hello(deadline_s=1)
         assert info.uptime_s == 1.5
         assert hellos[0] == hellos[1]
         assert guest._parser.take_skipped() > MAX_PAYLOAD
 
-    against(answer, body)
 
-
-@pytest.mark.parametrize(("change", "match"), [({"session": "x"}, "somebody else"), ({"protocol": 2}, "version 2")])
-def test_a_greeting_for_somebody_else_or_in_another_version_is_refused(change: dict[str, Any], match: str) -> None:
+@pytest.mark.parametrize(("change", "match"), [({"session": "x"}, "another session"), ({"protocol": 2}, "version 2")])
+async def test_a_greeting_for_another_session_or_in_another_version_is_refused(
+    change: dict[str, Any], match: str
+) -> None:
     def answer(kind: int, stream: int, payload: bytes) -> bytes:
         return encode_json(HELLO, stream, {**GREETING, "session": decode_json(payload)["session"], **change})
 
-    async def body(agent: Agent, _: FakeGuest) -> None:
+    async with against(answer) as (agent, _):
         with pytest.raises(ProtocolError, match=match):
             await agent.hello(deadline_s=1)
 
-    against(answer, body)
 
-
-def test_a_lost_channel_fails_everything_pending_and_everything_after() -> None:
-    async def body(agent: Agent, guest: FakeGuest) -> None:
+async def test_a_lost_channel_fails_everything_pending_and_everything_after() -> None:
+    async with against(lambda *_: b"") as (agent, guest):
         pending = [asyncio.create_task(agent.ping()) for _ in range(3)]
         await asyncio.sleep(0.05)
         assert guest.transport is not None
@@ -301,23 +271,19 @@ def test_a_lost_channel_fails_everything_pending_and_everything_after() -> None:
         with pytest.raises(ChannelClosed):
             await agent.ping()
 
-    against(lambda *_: b"", body)
 
-
-def test_a_callback_that_raises_ends_the_channel_and_nobody_waits() -> None:
+async def test_a_callback_that_raises_ends_the_channel_and_nobody_waits() -> None:
     def explode(kind: str, data: bytes) -> None:
         raise RuntimeError(kind)
 
-    async def body(agent: Agent, _: FakeGuest) -> None:
+    async with against(lambda kind, stream, _: encode(DATA, stream, b"x", STDOUT)) as (agent, _):
         with pytest.raises(ChannelClosed) as caught:
             await agent.eval("1", on_output=explode)
         assert isinstance(caught.value.__cause__, RuntimeError)
 
-    against(lambda kind, stream, _: encode(DATA, stream, b"x", STDOUT), body)
 
-
-def test_an_exchange_given_up_wakes_its_writer() -> None:
-    async def body(agent: Agent, _: FakeGuest) -> None:
+async def test_an_exchange_given_up_wakes_its_writer() -> None:
+    async with against(lambda *_: b"") as (agent, _):
         exchange = Exchange(agent.channel, "take data", CALL, b"{}", 10)
         writer = asyncio.create_task(exchange.send_data(bytes(1_000_000)))
         await asyncio.sleep(0.05)
@@ -327,31 +293,24 @@ def test_an_exchange_given_up_wakes_its_writer() -> None:
         with pytest.raises(AgentError):
             await exchange.answer()
 
-    against(lambda *_: b"", body)
 
-
-def test_more_exchanges_than_the_protocol_has_are_refused_here() -> None:
-    async def body(agent: Agent, _: FakeGuest) -> None:
+async def test_more_exchanges_than_the_protocol_has_are_refused_here() -> None:
+    async with against(lambda *_: b"") as (agent, _):
         tasks = [asyncio.create_task(agent.ping(deadline_s=0.2)) for _ in range(65)]
         errors = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(error) for error in errors].count(AgentError) == 1
 
-    against(lambda *_: b"", body)
 
-
-def test_a_guest_that_takes_nothing_bounds_what_is_queued_for_it() -> None:
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        channel = Channel(ours)
-        exchanges = [Exchange(channel, "take data", CALL, b"{}", 1) for _ in range(30)]
-        writers = [asyncio.create_task(exchange.send_data(bytes(10_000_000))) for exchange in exchanges]
-        await asyncio.sleep(0.2)
-        assert channel._pending <= 30 * WINDOW_BYTES
-        channel.close()
-        await asyncio.gather(*writers, return_exceptions=True)
-        theirs.close()
-
-    asyncio.run(main())
+async def test_a_guest_that_takes_nothing_bounds_what_is_queued_for_it() -> None:
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    exchanges = [Exchange(channel, "take data", CALL, b"{}", 1) for _ in range(30)]
+    writers = [asyncio.create_task(exchange.send_data(bytes(10_000_000))) for exchange in exchanges]
+    await asyncio.sleep(0.2)
+    assert channel._pending <= 30 * WINDOW_BYTES
+    channel.close()
+    await asyncio.gather(*writers, return_exceptions=True)
+    theirs.close()
 
 
 @pytest.mark.parametrize(
@@ -364,10 +323,8 @@ def test_a_refusal_becomes_the_error_a_caller_would_catch(code: str, expected: s
     assert error.code == expected and len(error.message) < 600
 
 
-def test_a_message_at_the_limit_is_taken() -> None:
+async def test_a_message_at_the_limit_is_taken() -> None:
     text = "x" * (MAX_MESSAGE - 100)
 
-    async def body(agent: Agent, _: FakeGuest) -> None:
+    async with against(reply({"ok": True, "repr": text})) as (agent, _):
         assert (await agent.eval("1")).repr == text
-
-    against(reply({"ok": True, "repr": text}), body)

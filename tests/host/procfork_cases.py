@@ -1,7 +1,5 @@
 """What the tests of procfork share: programs to fork, which answer over a socket, and proof that nothing is left."""
 
-from __future__ import annotations
-
 import ast
 import atexit
 import contextlib
@@ -20,9 +18,10 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import pytest
+from support_processes import DEADLINE_S
 
 from forkd.errors import NotForkable
 from forkd.host import spawn_filter
@@ -33,9 +32,6 @@ from forkd.host.procfork.descriptors import Action, Choice, Descriptor, Ours
 from forkd.host.procfork.registers import POLLS
 from forkd.host.procfork.source import make_calls
 
-T = TypeVar("T")
-
-DEADLINE_S = 20.0
 NOBODY = 65534
 _REFUSED = 3
 _KCMP, _KCMP_FILE = 312, 0
@@ -104,6 +100,10 @@ class Subject:
         assert not answer.startswith("!"), answer
         return ast.literal_eval(answer)
 
+    def workers(self) -> int:
+        """Of the program `threads`, how many find themselves as they were."""
+        return len(self.ask("check").splitlines())
+
     def tids(self) -> list[int]:
         return sorted(map(int, os.listdir(f"/proc/{self.pid}/task")))
 
@@ -152,6 +152,14 @@ def started(
         finally:
             process.kill()
             process.wait(DEADLINE_S)
+
+
+@contextlib.contextmanager
+def threads_started(workers: int, user: int | None = None) -> Iterator[Subject]:
+    """The program `threads`, with all its workers there."""
+    with started(compiled("threads"), str(workers), user=user) as subject:
+        assert subject.workers() == workers
+        yield subject
 
 
 def python_started(env: Mapping[str, str] | None = None) -> contextlib.AbstractContextManager[Subject]:
@@ -231,14 +239,6 @@ def limit(pid: int, what: int, most: int) -> None:
     resource.prlimit(pid, what, (most, resource.prlimit(pid, what)[1]))
 
 
-def wait_until(condition: Callable[[], T], every_s: float = 0.002) -> T:
-    deadline = time.monotonic() + DEADLINE_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(every_s)
-    return value
-
-
 def shared_files(one: int, other: int) -> set[tuple[int, int]]:
     """Pairs of descriptors of two processes that are the same open file, as the kernel sees it."""
     numbers = [sorted(map(int, os.listdir(f"/proc/{pid}/fd"))) for pid in (one, other)]
@@ -294,6 +294,15 @@ class Elsewhere:
         self._server = server
         server.settimeout(DEADLINE_S)
 
+    @contextlib.contextmanager
+    def forked(self, pid: int, code: str = "{fork}", user: int | None = None) -> Iterator[tuple[Outcome, Subject]]:
+        """What came of `code`, which has {fork} in it, and how to talk to the fork, if there is one."""
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            with its:
+                outcome = self.run(code.format(fork=f"fork_once({pid}, fds[0])"), its.fileno(), user=user)
+            yield outcome, Subject(0, ours)
+
     def run(self, code: str, *fds: int, user: int | None = None) -> Outcome:
         """In it, `fds` is the list of these, and `tell` a function that adds to the output."""
         socket.send_fds(self._server, [repr((code, user)).encode()], fds)
@@ -305,8 +314,8 @@ def elsewhere() -> Iterator[Elsewhere]:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         with its:
-            code = "import sys; sys.path.insert(0, sys.argv[1]); import procfork_cases; procfork_cases.serve()"
-            process = subprocess.Popen([sys.executable, "-c", code, Path(__file__).parent], stdin=its)
+            code = "import sys; sys.path[:0] = sys.argv[1:]; import procfork_cases; procfork_cases.serve()"
+            process = subprocess.Popen([sys.executable, "-c", code, *Path(__file__).parents[:2]], stdin=its)
         try:
             yield Elsewhere(ours)
         finally:

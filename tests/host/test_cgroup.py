@@ -1,7 +1,5 @@
 """Control groups of VMs: what is written where, over a made-up tree; and real ones, where this host has some."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -18,19 +16,22 @@ import pytest
 from forkd.errors import EngineFailed, Unsupported
 from forkd.host.cgroup import (
     Group,
+    Lack,
+    Place,
     enforceable,
     find_devices,
     find_group,
+    find_lack,
+    find_place,
     make_group,
     parse_table,
+    probe_enforcement,
     remove_groups,
     render_settings,
 )
-from forkd.host.cgroup_place import Lack, Place, find_lack, find_place
-from forkd.host.cgroup_probe import probe_enforcement
 from forkd.host.finding import Status
 from forkd.host.process import ExitStatus, spawn
-from forkd.model.limits import NO_LIMITS, Limits
+from forkd.model.machine import NO_LIMITS, Limits
 
 _NOBODY = 65534
 
@@ -239,7 +240,7 @@ def test_a_missing_controller_refuses_its_limit_and_nothing_is_made(
 
 
 def test_files_on_no_block_device_cannot_be_limited() -> None:
-    with pytest.raises(Unsupported, match=r"A limit of disk I/O .* is on no block device") as no:
+    with pytest.raises(Unsupported, match=r"A limit of disk I/O .* is not on a block device") as no:
         find_devices([Path("/proc/self/status")])
     assert "FORKD_HOME" in (no.value.hint or "")
 
@@ -295,18 +296,13 @@ def vms(tmp_path: Path) -> Iterator[Path]:
 
 
 @needs_groups
-def test_a_process_is_in_its_group_before_its_first_instruction_and_ends_with_it(vms: Path) -> None:
+async def test_a_process_is_in_its_group_before_its_first_instruction_and_ends_with_it(vms: Path) -> None:
     group = make_group(vms / "sb-1")
-
-    async def body() -> ExitStatus:
-        script = "cat /proc/self/cgroup; sleep 60 & wait"
-        process = spawn(["sh", "-c", script], output=vms / "log", group=group)
-        while len((vms / "log").read_text().splitlines()) < 1:
-            await asyncio.sleep(0.01)
-        group.remove()
-        return await process.exited
-
-    assert asyncio.run(body()) == ExitStatus(None, signal.SIGKILL)
+    process = spawn(["sh", "-c", "cat /proc/self/cgroup; sleep 60 & wait"], output=vms / "log", group=group)
+    while len((vms / "log").read_text().splitlines()) < 1:
+        await asyncio.sleep(0.01)
+    group.remove()
+    assert await process.exited == ExitStatus(None, signal.SIGKILL)
     assert f"{group.path.parent.name}/sb-1" in (vms / "log").read_text()
     assert not group.path.exists()
     assert not group.path.parent.exists()
@@ -314,12 +310,9 @@ def test_a_process_is_in_its_group_before_its_first_instruction_and_ends_with_it
 
 
 @needs_groups
-def test_a_process_that_cannot_be_put_into_its_group_does_not_run(vms: Path) -> None:
-    async def body() -> None:
-        spawn(["touch", str(vms / "ran")], output=vms / "log", group=Group(vms / "no/group"))
-
+async def test_a_process_that_cannot_be_put_into_its_group_does_not_run(vms: Path) -> None:
     with pytest.raises(EngineFailed, match="Could not put process"):
-        asyncio.run(body())
+        spawn(["touch", str(vms / "ran")], output=vms / "log", group=Group(vms / "no/group"))
     assert not (vms / "ran").exists()
 
 

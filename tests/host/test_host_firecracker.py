@@ -1,7 +1,5 @@
 """Firecracker and its jailer: found, asked for their version, judged. Programs here are scripts, or the real ones."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forkd.errors import HostLacks
-from forkd.host import firecracker, programs
+from forkd.host import firecracker, tools
 from forkd.host.finding import Finding, Status
 from forkd.host.firecracker import find_binaries, judge_version, parse_version, probe_firecracker
 
@@ -24,7 +22,7 @@ def bin_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory.mkdir()
     monkeypatch.delenv("FORKD_FIRECRACKER", raising=False)
     monkeypatch.delenv("FORKD_JAILER", raising=False)
-    monkeypatch.setattr(programs, "_SBIN", "/nonexistent")
+    monkeypatch.setattr(tools, "_SBIN", "/nonexistent")
     elsewhere = [place for place in os.environ["PATH"].split(":") if not (Path(place) / "firecracker").exists()]
     monkeypatch.setenv("PATH", ":".join([str(directory), *elsewhere]))
     return directory
@@ -54,6 +52,12 @@ def put_both(directory: Path, version: str = "1.12.1") -> tuple[Path, Path]:
     )
 
 
+def refused(match: str | None = None) -> HostLacks:
+    with pytest.raises(HostLacks, match=match) as caught:
+        find_binaries()
+    return caught.value
+
+
 def probe() -> tuple[Finding, Finding]:
     found, jailer = probe_firecracker()
     assert (found.name, jailer.name) == ("firecracker", "jailer")
@@ -75,7 +79,7 @@ def test_a_version_is_read_with_its_suffix(text: str, version: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "Firecracker", "hello v1.7.0", "2026-11-16T02:31:43.870 exiting"])
 def test_what_tells_no_version_is_none_of_ours(text: str) -> None:
-    with pytest.raises(HostLacks, match="does not tell its version"):
+    with pytest.raises(HostLacks, match="does not print its version"):
         parse_version(text)
 
 
@@ -134,19 +138,15 @@ def test_a_setting_that_names_no_program_is_not_passed_over(
     elif what == "not executable":
         path.write_text("#!/bin/sh\n")
     monkeypatch.setenv(setting, str(path))
-    with pytest.raises(HostLacks, match=f"^{setting} is {path}, which is no program$") as caught:
-        find_binaries()
-    assert caught.value.hint
+    assert refused(f"^{setting} is {path}, which is not a program$").hint
     finding = probe()[0 if setting == "FORKD_FIRECRACKER" else 1]
     assert finding.status is Status.FAIL and setting in finding.found and finding.remedy
 
 
 @pytest.mark.usefixtures("bin_directory", "root")
 def test_where_there_is_none_an_engine_is_refused_and_doctor_only_mentions_it() -> None:
-    with pytest.raises(HostLacks, match=r"^firecracker is not installed$") as caught:
-        find_binaries()
-    assert caught.value.hint is not None
-    assert "FORKD_FIRECRACKER" in caught.value.hint and "releases" in caught.value.hint
+    hint = refused(r"^firecracker is not installed$").hint or ""
+    assert "FORKD_FIRECRACKER" in hint and "releases" in hint
     found, jailer = probe()
     assert (found.status, jailer.status) == (Status.INFO, Status.INFO)
     assert "not installed" in found.found and "releases" in found.found
@@ -158,12 +158,11 @@ def test_without_a_jailer_only_others_than_root_go_on(bin_directory: Path, root:
     if not root:
         assert find_binaries().jailer is None
         return
-    with pytest.raises(HostLacks, match="jailer") as caught:
-        find_binaries()
-    assert caught.value.hint is not None and "FORKD_JAILER" in caught.value.hint
+    hint = refused("jailer").hint or ""
+    assert "FORKD_JAILER" in hint
     found, jail = probe()
     assert (found.status, jail.status) == (Status.OK, Status.FAIL)
-    assert jail.remedy == caught.value.hint
+    assert jail.remedy == hint
 
 
 @pytest.mark.usefixtures("as_root")
@@ -172,8 +171,7 @@ def test_a_program_that_no_jailer_would_take_is_refused_before_it_is_tried(
 ) -> None:
     put_both(bin_directory)
     monkeypatch.setenv("FORKD_FIRECRACKER", str(put(tmp_path / "fc", "echo Firecracker v1.12.1")))
-    with pytest.raises(HostLacks, match="has firecracker in its name"):
-        find_binaries()
+    refused("with firecracker in its name")
     assert probe()[1].status is Status.FAIL and probe()[1].remedy
 
 
@@ -181,9 +179,7 @@ def test_a_program_that_no_jailer_would_take_is_refused_before_it_is_tried(
 @pytest.mark.parametrize("version", ["1.6.9", "1.0.0", "0.25.2"])
 def test_one_that_is_too_old_is_refused_with_its_version(bin_directory: Path, version: str) -> None:
     put_both(bin_directory, version)
-    with pytest.raises(HostLacks, match=f"version {version}, too old") as caught:
-        find_binaries()
-    assert caught.value.hint is not None and "1.7 or newer" in caught.value.hint
+    assert "1.7 or newer" in (refused(f"version {version}, too old").hint or "")
     found, _ = probe()
     assert found.status is Status.FAIL and version in found.found and found.remedy
 
@@ -211,9 +207,8 @@ def test_one_without_acpi_runs_and_is_doubtful(bin_directory: Path, version: str
 )
 def test_one_that_crashes_is_refused_with_its_last_lines(bin_directory: Path, script: str, told: str) -> None:
     put(bin_directory / "firecracker", script)
-    with pytest.raises(HostLacks) as caught:
-        find_binaries()
-    assert told in (caught.value.details or "") and caught.value.hint
+    error = refused()
+    assert told in (error.details or "") and error.hint
     found, jailer = probe()
     assert found.status is Status.FAIL and told in found.found
     assert jailer.status is Status.INFO
@@ -223,8 +218,7 @@ def test_one_that_crashes_is_refused_with_its_last_lines(bin_directory: Path, sc
 def test_a_jailer_that_crashes_is_refused_too(bin_directory: Path) -> None:
     put_both(bin_directory)
     put(bin_directory / "jailer", "echo broken; exit 1")
-    with pytest.raises(HostLacks, match="jailer --version failed"):
-        find_binaries()
+    refused("jailer --version failed")
     assert probe()[1].status is Status.FAIL
 
 
@@ -232,18 +226,15 @@ def test_one_that_hangs_is_given_up(bin_directory: Path, monkeypatch: pytest.Mon
     put(bin_directory / "firecracker", "echo waiting; sleep 60 & wait")
     monkeypatch.setattr(firecracker, "_ANSWER_S", 0.5)
     began = time.monotonic()
-    with pytest.raises(HostLacks, match="did not end within") as caught:
-        find_binaries()
+    assert refused("did not end within").details == "waiting"
     assert time.monotonic() - began < 10.0
-    assert caught.value.details == "waiting"
 
 
 def test_one_that_is_no_program_is_refused(bin_directory: Path) -> None:
     path = bin_directory / "firecracker"
     path.write_bytes(b"\x7fELF nonsense")
     path.chmod(0o755)
-    with pytest.raises(HostLacks, match="--version failed"):
-        find_binaries()
+    refused("--version failed")
 
 
 def test_the_real_one_is_accepted() -> None:

@@ -1,12 +1,9 @@
 """Processes found by what their environment says, and killed: all of a VM, and nothing else."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import pytest
 from forkd.errors import EngineFailed
 from forkd.host import marked
 from forkd.host.marked import MARK, Marked, find_marked, is_stopped, kill_marked, render_environment
-from forkd.host.memory import start_time_ticks
+from forkd.host.system import start_time_ticks
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -61,7 +58,8 @@ def test_processes_are_found_by_directory_at_once_after_their_start(tmp_path: Pa
 
 def test_the_leader_is_the_one_whose_parent_is_not_of_the_vm(tmp_path: Path, start: Start) -> None:
     # Leads two, one of them in a session of its own; a process between that dropped the mark changes nothing.
-    script = "sleep 60 & setsid sleep 60 & env -i sh -c 'FORKD_VM=%s sleep 60' & echo started; wait" % (tmp_path / "vm")
+    marked_again = f"FORKD_VM={tmp_path}/vm sh -c 'echo started; exec sleep 60'"
+    script = f'sleep 60 & setsid sleep 60 & env -i sh -c "{marked_again}; true" & wait'
     leader = start(tmp_path / "vm", "sh", "-c", script)
     assert leader.stdout is not None
     leader.stdout.readline()
@@ -69,6 +67,20 @@ def test_the_leader_is_the_one_whose_parent_is_not_of_the_vm(tmp_path: Path, sta
     kill_marked(tmp_path / "vm")
     assert leader.wait(5) == -signal.SIGKILL
     assert find_marked(tmp_path) == {}
+
+
+def test_a_process_that_becomes_another_program_at_each_look_is_found_all_the_same(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = start(tmp_path / "vm")
+    read, misses = Path.read_bytes, [b"", b""]
+
+    def read_bytes(path: Path) -> bytes:
+        """As the kernel answers when the program was replaced between the opening of the file and the reading."""
+        return misses.pop() if misses and str(path) == f"/proc/{process.pid}/environ" else read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    assert [marked.pid for marked in find_marked(tmp_path).values()] == [process.pid]
 
 
 def test_a_runtime_directory_may_be_named_in_two_ways(tmp_path: Path, start: Start) -> None:
@@ -90,10 +102,12 @@ def test_a_zombie_is_no_process_any_more(tmp_path: Path, start: Start) -> None:
 def test_what_a_vm_starts_while_it_is_being_killed_is_killed_too(tmp_path: Path, start: Start) -> None:
     # A hundred, the last of them while we look.
     script = (
-        "import os, time\nfor _ in range(100):\n if not os.fork(): time.sleep(60)\n time.sleep(0.002)\ntime.sleep(60)"
+        "import os, time\nfor number in range(100):\n if not os.fork(): time.sleep(60)\n time.sleep(0.002)\n"
+        " if number == 30: print('on its way', flush=True)\ntime.sleep(60)"
     )
-    start(tmp_path / "vm", sys.executable, "-S", "-c", script)
-    time.sleep(0.1)
+    process = start(tmp_path / "vm", sys.executable, "-S", "-c", script)
+    assert process.stdout is not None
+    process.stdout.readline()
     kill_marked(tmp_path / "vm")
     assert find_marked(tmp_path) == {}
 

@@ -1,8 +1,7 @@
 """Where forkd keeps things."""
 
-from __future__ import annotations
-
 import os
+import secrets
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,8 +97,7 @@ def test_a_runtime_directory_too_long_for_sockets_is_refused(monkeypatch: pytest
 
 
 def test_in_the_longest_runtime_directory_the_socket_of_a_sandbox_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    base = Path("/tmp")
-    longest = base / ("r" * (60 - len("/tmp/")))
+    longest = Path(f"/tmp/fkd-{secrets.token_hex(8)}".ljust(60, "r"))
     monkeypatch.setenv("FORKD_RUNTIME_DIR", str(longest))
     # The highest pid there is, and a start time after a year of uptime.
     directory = find_home().runtime / "4194304-3153600000" / "sb-0123456789"
@@ -120,21 +118,16 @@ def test_a_directory_is_made_for_us_alone(tmp_path: Path) -> None:
     assert ensure_private(path) == path
 
 
-def test_a_symlink_is_refused(tmp_path: Path) -> None:
+def test_links_and_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
-    (tmp_path / "run").symlink_to("real")
+    (tmp_path / "link").symlink_to("real")
     (tmp_path / "dangling").symlink_to("nowhere")
-    for name in ("run", "dangling"):
+    (tmp_path / "file").touch()
+    for name in ("link", "dangling", "file"):
         with pytest.raises(HostLacks, match="not a directory of this user"):
             ensure_private(tmp_path / name)
-
-
-def test_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "run").touch()
-    with pytest.raises(HostLacks, match="not a directory of this user"):
-        ensure_private(tmp_path / "run")
     with pytest.raises(HostLacks, match="cannot be made"):
-        ensure_private(tmp_path / "run/below")
+        ensure_private(tmp_path / "file/below")
 
 
 def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,6 @@
 """The probes under `forkd doctor`: by value where they judge, on this machine where they look."""
 
-from __future__ import annotations
-
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -14,10 +11,9 @@ from pathlib import Path
 import pytest
 
 import forkd
-from forkd.host import capacity, cgroup_probe, devices, places, programs, system, userns
+from forkd.host import paths, probe, tools
 from forkd.host.finding import Finding, Status
-from forkd.host.kvm_probe import KvmHints, KvmState, KvmVerdict
-from forkd.host.paths import Home
+from forkd.host.kvm import KvmHints, KvmState, KvmVerdict
 from forkd.host.probe import guarded, judge_kvm, probe_host
 
 GIB = 1 << 30
@@ -62,7 +58,7 @@ def test_a_probe_that_breaks_is_a_finding() -> None:
 
 def test_an_empty_path_lacks_the_tools_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setattr(programs, "_SBIN", "/nonexistent")
+    monkeypatch.setattr(tools, "_SBIN", "/nonexistent")
     findings = {each.name: each for each in probe_host()}
     for name in ("qemu", "tcg", "setpriv", "mmdebstrap", "mkfs.erofs", "busybox", "namespaces"):
         assert findings[name].status is Status.FAIL, name
@@ -99,7 +95,7 @@ def test_another_user_than_root_gets_findings_and_no_crash() -> None:
     ],
 )
 def test_versions_are_read_from_what_programs_print(text: str, version: tuple[int, ...] | None) -> None:
-    assert programs.parse_version(text) == version
+    assert tools.parse_version(text) == version
 
 
 @pytest.mark.parametrize(
@@ -113,41 +109,41 @@ def test_versions_are_read_from_what_programs_print(text: str, version: tuple[in
     ],
 )
 def test_qemu_must_be_new_enough(version: tuple[int, ...] | None, status: Status) -> None:
-    assert programs.judge_qemu("/usr/bin/qemu-system-x86_64", version).status is status
+    assert probe.judge_qemu("/usr/bin/qemu-system-x86_64", version).status is status
 
 
 def test_accelerators_are_lines_of_their_own() -> None:
     text = "Accelerators supported in QEMU binary:\ntcg\nkvm\nxen\n"
-    assert programs.parse_accelerators(text) == {"tcg", "kvm"}
-    assert programs.parse_accelerators("tcg is not here") == frozenset()
-    assert programs.judge_tcg(frozenset({"kvm"})).status is Status.FAIL
+    assert probe.parse_accelerators(text) == {"tcg", "kvm"}
+    assert probe.parse_accelerators("tcg is not here") == frozenset()
+    assert probe.judge_tcg(frozenset({"kvm"})).status is Status.FAIL
 
 
 def test_a_program_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / programs.QEMU
+    script = tmp_path / probe.QEMU
     script.write_text("#!/bin/sh\nexec sleep 60\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(programs, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(tools, "_ANSWER_S", 0.2)
     began = time.monotonic()
-    assert programs.probe_qemu().status is Status.FAIL
+    assert probe.probe_qemu().status is Status.FAIL
     assert time.monotonic() - began < 5.0
 
 
 def test_static_means_that_no_loader_is_asked_for(tmp_path: Path) -> None:
-    assert not programs.is_static(Path(sys.executable).read_bytes())
-    assert not programs.is_static(b"#!/bin/sh\n")
-    assert not programs.is_static(b"\x7fELF\x02\x01" + b"\xff" * 60)
+    assert not probe.is_static(Path(sys.executable).read_bytes())
+    assert not probe.is_static(b"#!/bin/sh\n")
+    assert not probe.is_static(b"\x7fELF\x02\x01" + b"\xff" * 60)
     busybox = shutil.which("busybox")
     if busybox:
         done = subprocess.run(["ldd", busybox], capture_output=True, text=True, check=False)
-        assert programs.is_static(Path(busybox).read_bytes()) == (done.returncode != 0)
+        assert probe.is_static(Path(busybox).read_bytes()) == (done.returncode != 0)
 
 
 def test_a_dynamic_busybox_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "busybox").symlink_to(Path(sys.executable).resolve())
     monkeypatch.setenv("PATH", str(tmp_path))
-    finding = programs.probe_busybox()
+    finding = probe.probe_busybox()
     assert finding.status is Status.FAIL
     assert "busybox-static" in (finding.remedy or "")
 
@@ -158,8 +154,8 @@ def test_a_dynamic_busybox_is_a_failure(tmp_path: Path, monkeypatch: pytest.Monk
 def test_kvm_is_judged_by_itself_and_qemu_by_what_it_was_built_with() -> None:
     usable = KvmVerdict(KvmState.USABLE, "fast", None, KvmHints(("kvm_amd",), "svm"))
     assert judge_kvm(usable).status is Status.OK
-    assert programs.judge_qemu_kvm(frozenset({"tcg", "kvm"})).status is Status.OK
-    without = programs.judge_qemu_kvm(frozenset({"tcg"}))
+    assert probe.judge_qemu_kvm(frozenset({"tcg", "kvm"})).status is Status.OK
+    without = probe.judge_qemu_kvm(frozenset({"tcg"}))
     assert without.status is Status.WARN and without.remedy
 
 
@@ -174,68 +170,13 @@ def test_kvm_that_cannot_be_used_warns_with_its_state_first(state: KvmState) -> 
 
 
 def test_only_one_architecture_runs() -> None:
-    assert system.judge_architecture("x86_64").status is Status.OK
-    assert system.judge_architecture("aarch64").status is Status.FAIL
+    assert probe.judge_architecture("x86_64").status is Status.OK
+    assert probe.judge_architecture("aarch64").status is Status.FAIL
 
 
 def test_python_must_be_new_enough() -> None:
-    assert system.judge_python((3, 13, 1), "python").status is Status.OK
-    assert system.judge_python((3, 10, 9), "python").status is Status.FAIL
-
-
-def test_memory_tells_how_many_children_fit() -> None:
-    assert "about 232 children" in capacity.judge_memory(8 * GIB, None).found
-    assert capacity.judge_memory(8 * GIB, None).status is Status.OK
-    assert capacity.judge_memory(8 * GIB, GIB // 2).status is Status.FAIL
-    assert "control group" in capacity.judge_memory(8 * GIB, GIB).found
-    assert "control group" not in capacity.judge_memory(8 * GIB, 64 * GIB).found
-    assert capacity.judge_memory(900 << 20, None).status is Status.WARN
-
-
-def test_available_memory_is_read_in_bytes() -> None:
-    assert capacity.parse_available("MemTotal: 9 kB\nMemAvailable:   2048 kB\n") == 2 << 20
-    assert capacity.parse_available("") is None
-
-
-@pytest.mark.parametrize(
-    ("soft", "hard", "status", "remedy"),
-    [
-        (1024, 524288, Status.WARN, "ulimit -n 524288"),
-        (1024, 1024, Status.WARN, "Raise the hard limit"),
-        (1024, resource.RLIM_INFINITY, Status.WARN, "ulimit -n 65536"),
-        (20000, 20000, Status.OK, None),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, Status.OK, None),
-    ],
-)
-def test_open_files_are_counted_in_children(soft: int, hard: int, status: Status, remedy: str | None) -> None:
-    finding = capacity.judge_open_files(soft, hard)
-    assert (finding.status, finding.remedy) == (status, remedy)
-
-
-def test_the_smallest_process_limit_counts() -> None:
-    group = cgroup_probe.CgroupLimits(pids_max=200)
-    assert capacity.judge_processes([32768, None], group).status is Status.WARN
-    assert capacity.judge_processes([32768, None], cgroup_probe.CgroupLimits()).status is Status.OK
-    assert capacity.judge_processes([None], cgroup_probe.CgroupLimits()).status is Status.OK
-
-
-def test_control_group_limits_of_either_version_are_found(tmp_path: Path) -> None:
-    own = tmp_path / "own"
-    own.write_text("4:memory:/a/b\n0::/a\n")
-    two, one = tmp_path / "a", tmp_path / "memory/a/b"
-    two.mkdir()
-    one.mkdir(parents=True)
-    (two / "memory.max").write_text("max\n")
-    (two / "memory.current").write_text("5\n")
-    (two / "pids.max").write_text("77\n")
-    (one.parent / "memory.limit_in_bytes").write_text("1000\n")
-    (one.parent / "memory.usage_in_bytes").write_text("400\n")
-    assert cgroup_probe.probe_limits(tmp_path, own) == cgroup_probe.CgroupLimits(600, 77)
-
-
-def test_a_container_without_control_groups_has_no_limits(tmp_path: Path) -> None:
-    assert cgroup_probe.probe_limits(tmp_path, tmp_path / "none") == cgroup_probe.CgroupLimits()
-    assert cgroup_probe.probe_cgroup(tmp_path).found == "not mounted"
+    assert probe.judge_python((3, 13, 1), "python").status is Status.OK
+    assert probe.judge_python((3, 10, 9), "python").status is Status.FAIL
 
 
 # --- places ---
@@ -243,14 +184,14 @@ def test_a_container_without_control_groups_has_no_limits(tmp_path: Path) -> Non
 
 def test_a_home_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    finding = places.probe_home(Home(tmp_path / "file" / "home", tmp_path))
+    finding = paths.probe_home(tmp_path / "file" / "home")
     assert finding.status is Status.FAIL
     assert "FORKD_HOME" in (finding.remedy or "")
 
 
 def test_a_runtime_path_that_is_too_long_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORKD_RUNTIME_DIR", "/tmp/" + "x" * 100)
-    _, runtime = places.probe_places()
+    (runtime,) = guarded("runtime directory", paths.probe_runtime)
     assert runtime.status is Status.FAIL
     assert "FORKD_RUNTIME_DIR" in (runtime.remedy or "")
 
@@ -260,24 +201,31 @@ def test_a_runtime_directory_of_someone_else_is_a_failure(tmp_path: Path) -> Non
     theirs = tmp_path / "run"
     theirs.mkdir()
     os.chown(theirs, 65534, 65534)
-    assert places.probe_runtime(Home(tmp_path, theirs)).status is Status.FAIL
+    assert paths.probe_runtime(theirs).status is Status.FAIL
 
 
 # --- namespaces and devices ---
 
 
-def test_the_attempt_uses_what_image_building_uses() -> None:
-    assert "--map-auto" in userns.render_attempt("unshare", as_root=False)
-    assert "--user" not in userns.render_attempt("unshare", as_root=True)
+def test_only_another_user_than_root_needs_a_user_namespace() -> None:
+    assert "--map-auto" in tools.render_namespaced(["true"], unshare="unshare", as_root=False)
+    assert "--user" not in tools.render_namespaced(["true"], unshare="unshare", as_root=True)
 
 
-def test_refused_namespaces_say_what_to_allow() -> None:
-    assert userns.judge_attempt(None, as_root=False).status is Status.OK
-    assert "subuid" in (userns.judge_attempt("no", as_root=False).remedy or "")
-    assert "CAP_SYS_ADMIN" in (userns.judge_attempt("no", as_root=True).remedy or "")
+def test_refused_namespaces_say_what_to_allow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "subuid" in tools.namespace_hint(as_root=False)
+    assert "CAP_SYS_ADMIN" in tools.namespace_hint(as_root=True)
+    (tmp_path / "unshare").write_text("#!/bin/sh\necho not permitted; exit 1\n")
+    (tmp_path / "unshare").chmod(0o755)
+    (tmp_path / "newuidmap").symlink_to("unshare")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (finding,) = guarded("namespaces", probe.probe_image_building)
+    assert finding.status is Status.FAIL
+    assert finding.found.endswith("not permitted")
+    assert finding.remedy == tools.namespace_hint(as_root=os.geteuid() == 0)
 
 
 def test_missing_devices_are_only_worth_a_note(tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
-    assert devices.probe_tun(nothing).status is Status.INFO
-    assert devices.probe_userfaultfd(nothing, nothing, nothing).found == "not in this kernel"
+    assert probe.probe_tun(nothing).status is Status.INFO
+    assert probe.probe_userfaultfd(nothing, nothing, nothing).found == "not in this kernel"

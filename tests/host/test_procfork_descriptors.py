@@ -1,7 +1,5 @@
 """What a fork has open: its own of everything, like the source's, and nothing shared but what the plan says."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -12,16 +10,8 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from procfork_cases import (
-    PLAN,
-    Subject,
-    forked_from,
-    planned,
-    python_started,
-    refusal_of,
-    shared_files,
-    wait_until,
-)
+from procfork_cases import PLAN, Subject, forked_from, planned, python_started, refusal_of, shared_files
+from support_processes import wait_until
 
 from forkd.host.procfork.child import Holder
 from forkd.host.procfork.descriptors import Action, Close, Descriptor, Keep, Ours, Remake

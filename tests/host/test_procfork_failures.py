@@ -1,22 +1,23 @@
-"""A fork that fails on its way leaves nothing: no process, no thread that stands still, no exit status taken away."""
-
-from __future__ import annotations
+"""A fork that fails, or whose maker is killed, leaves nothing: no half-made process, no thread that stands still."""
 
 import contextlib
 import errno
+import itertools
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NoReturn
 
 import pytest
 from procfork_cases import (
     PLAN,
+    Elsewhere,
+    Outcome,
     Subject,
     children,
     compiled,
@@ -25,12 +26,14 @@ from procfork_cases import (
     forked_from,
     limit,
     planned,
+    put_under_filter,
     python_started,
     reap_all_but,
     refusal_of,
     started,
-    wait_until,
+    threads_started,
 )
+from support_processes import wait_until
 
 from forkd.errors import NotForkable
 from forkd.host.procfork import child as child_module
@@ -41,8 +44,8 @@ from forkd.host.procfork.program import Call
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-# Nobody else's, so that only what is started here counts.
-_USER = 64999
+# Of this test run alone, so that only what is started here counts.
+_USER = 60_000 + os.getpid() % 5000
 _GETPPID = 110
 
 
@@ -90,8 +93,7 @@ def test_a_fork_beyond_the_number_of_processes_of_its_user_is_refused_with_a_hin
     def allow(most: int) -> None:
         assert run.run(f"limit({source.pid}, {resource.RLIMIT_NPROC}, {most})", user=_USER).status == 0
 
-    with started(compiled("threads"), "3", user=_USER) as source, elsewhere() as run:
-        assert len(source.ask("check").splitlines()) == 3
+    with threads_started(3, user=_USER) as source, elsewhere() as run:
         tasks = len(source.tids())
         # None at all; its process and no thread; all threads but one.
         for most in (1, tasks + 1, 2 * tasks - 1):
@@ -100,7 +102,7 @@ def test_a_fork_beyond_the_number_of_processes_of_its_user_is_refused_with_a_hin
             assert "ulimit -u" in (refusal.hint or ""), refusal.message
         allow(2 * tasks)
         with forked_from(source) as child:
-            assert len(child.ask("check").splitlines()) == 3
+            assert child.workers() == 3
 
 
 def test_one_who_forks_and_can_open_no_more_is_refused_and_the_source_runs_on(source: Subject) -> None:
@@ -108,20 +110,17 @@ def test_one_who_forks_and_can_open_no_more_is_refused_and_the_source_runs_on(so
     with elsewhere() as run:
         others, refusals = children(), 0
         for most in range(3, 40):
-            ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with ours:
-                with its:
-                    code = (
-                        f"soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]\n"
-                        f"limit(os.getpid(), resource.RLIMIT_NOFILE, {most})\n"
-                        f"try: fork_once({source.pid}, fds[0])\n"
-                        "finally:\n"
-                        "    limit(os.getpid(), resource.RLIMIT_NOFILE, soft)\n"
-                        f"    assert Subject({source.pid}, socket.socket()).is_free()"
-                    )
-                    outcome = run.run(code, its.fileno())
+            code = (
+                "soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]\n"
+                f"limit(os.getpid(), resource.RLIMIT_NOFILE, {most})\n"
+                "try: {fork}\n"
+                "finally:\n"
+                "    limit(os.getpid(), resource.RLIMIT_NOFILE, soft)\n"
+                f"    assert Subject({source.pid}, socket.socket()).is_free()"
+            )
+            with run.forked(source.pid, code) as (outcome, fork):
                 if outcome.status == 0:
-                    assert Subject(0, ours).eval("6 * 7") == 42
+                    assert fork.eval("6 * 7") == 42
                     break
             assert "Too many open files" in outcome.refusal.message
             refusals += 1
@@ -171,7 +170,7 @@ def test_ours_must_be_given(source: Subject) -> None:
 
 @contextlib.contextmanager
 def killed_source() -> Iterator[Subject]:
-    with started(compiled("threads"), "2") as source:
+    with threads_started(2) as source:
         assert source.ask("main") == "0 999 1"
         yield source
         # Its parent is still told how it ended.
@@ -191,9 +190,8 @@ def kill(pid: int) -> None:
 
 
 def test_a_source_that_is_killed_at_whatever_step_is_refused_or_was_forked() -> None:
-    step = refused = 0
-    while True:
-        step += 1
+    refused = 0
+    for step in itertools.count(1):
         before = children()
         with killed_source() as source, contextlib.ExitStack() as stack:
             with counted_calls(step, lambda source=source: kill(source.pid)) as names:
@@ -203,7 +201,7 @@ def test_a_source_that_is_killed_at_whatever_step_is_refused_or_was_forked() -> 
                     refused += 1
                     assert children() == sorted([*before, source.pid]), names[-3:]
                 else:
-                    assert len(child.ask("check").splitlines()) == 2
+                    assert child.workers() == 2
             os.kill(source.pid, signal.SIGKILL)
         if len(names) < step:
             break
@@ -211,7 +209,7 @@ def test_a_source_that_is_killed_at_whatever_step_is_refused_or_was_forked() -> 
 
 
 def test_a_fork_that_is_killed_at_whatever_step_is_refused_and_the_source_runs_on() -> None:
-    with started(compiled("threads"), "2") as source:
+    with threads_started(2) as source:
         assert source.ask("main") == "0 999 1"
         before = children()
 
@@ -220,9 +218,8 @@ def test_a_fork_that_is_killed_at_whatever_step_is_refused_and_the_source_runs_o
                 if pid not in before:
                     kill(pid)
 
-        step = refused = 0
-        while True:
-            step += 1
+        refused = 0
+        for step in itertools.count(1):
             with counted_calls(step, kill_fork) as names:
                 try:
                     with forked_from(source):
@@ -231,7 +228,7 @@ def test_a_fork_that_is_killed_at_whatever_step_is_refused_and_the_source_runs_o
                     refused += 1
             assert children() == before, names[-3:]
             assert source.is_free()
-            assert len(source.ask("check").splitlines()) == 2
+            assert source.workers() == 2
             if len(names) < step:
                 break
         assert 40 < refused < step
@@ -275,3 +272,107 @@ def test_a_killed_source_can_be_released_as_often_as_one_likes(source: Subject) 
         holder.release()
         assert source.state() == "Z"
         assert child.eval("6 * 7") == 42
+
+
+_WORKERS = 3
+_KILLED, _BY_ITSELF = signal.SIGKILL, 1 << 8
+# The last that is done to a fork: from then on it is complete.
+_LET_GO = "detach _request _checked"
+
+
+@dataclass(frozen=True)
+class Scene:
+    source: Subject
+    run: Elsewhere
+
+    def fork_killed(self, by: str) -> tuple[Outcome, bool]:
+        """How the one who forks ended, and whether there is a fork: then it is complete, and is ended here.
+
+        The source runs on.
+        """
+        others = children()
+        with self.run.forked(self.source.pid, f"{by}: {{fork}}") as (outcome, made):
+            lives = is_sound(made)
+            # It may be in the middle of a fork, which it finishes by itself.
+            assert_untouched(self.source)
+            if lives:
+                (fork,) = (pid for pid in children() if pid not in others)
+                os.kill(fork, signal.SIGKILL)
+            assert {*reap_all_but(others).values()} <= {_KILLED, _BY_ITSELF}
+        return outcome, lives
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[Scene]:
+    """A source, and what was seen of it at the end is what was there at first."""
+    with started(compiled("threads"), str(_WORKERS)) as source, elsewhere() as run:
+        assert is_sound(source)
+        before = seen(source)
+        yield Scene(source, run)
+        assert seen(source) == before
+
+
+def seen(source: Subject) -> object:
+    return source.tids(), source.descriptors(), source.maps(), source.ask("signals")
+
+
+def is_sound(subject: Subject) -> bool:
+    """False: it is gone."""
+    try:
+        lines = subject.ask("check").splitlines()
+    except (BrokenPipeError, ConnectionResetError):
+        return False
+    assert len(lines) in (0, _WORKERS)
+    return len(lines) == _WORKERS
+
+
+def assert_untouched(source: Subject) -> None:
+    wait_until(source.is_free)
+    assert is_sound(source)
+    assert source.ask("main") == "0 999 1"
+    ticks = int(source.ask("ticks"))
+    wait_until(lambda: int(source.ask("ticks")) > ticks)
+
+
+@pytest.mark.parametrize("filtered", [False, True], ids=["plain", "filtered"])
+def test_one_who_is_killed_at_whatever_step_of_a_fork_leaves_the_source_alone_and_no_half_made_fork(
+    filtered: bool,
+) -> None:
+    with prepared() as scene:
+        if filtered:
+            put_under_filter(scene.source.pid)
+        for step in itertools.count(1):
+            die = "(tell(' '.join(names[-3:])), os.kill(os.getpid(), 9))"
+            outcome, lives = scene.fork_killed(f"with counted_calls({step}, lambda: {die}) as names")
+            if outcome.status == 0:
+                assert lives
+                break
+            assert (outcome.status, lives and outcome.output != _LET_GO) == (_KILLED, False), outcome
+        assert step > 150
+
+
+def test_one_who_is_killed_at_whatever_moment_of_a_fork_leaves_the_source_alone_and_no_half_made_fork() -> None:
+    ends = []
+    with prepared() as scene:
+        for moment in range(200):
+            alarm = f"signal.setitimer(signal.ITIMER_REAL, {1 + moment * 60} / 1e6)"
+            outcome, lives = scene.fork_killed(f"{alarm}\nwith contextlib.nullcontext()")
+            assert outcome.status in (0, signal.SIGALRM), outcome
+            ends.append((outcome.status, lives))
+    assert (signal.SIGALRM, False) in ends
+
+
+def test_one_who_is_killed_while_the_source_makes_calls_for_him_leaves_it_running() -> None:
+    with started(compiled("threads"), str(_WORKERS)) as source, elsewhere() as run:
+        assert is_sound(source)
+        for step in itertools.count(1):
+            outcome = run.run(
+                f"with counted_calls({step}, lambda: os.kill(os.getpid(), 9)): put_under_filter({source.pid})"
+            )
+            assert_untouched(source)
+            if outcome.status == 0:
+                break
+            assert outcome.status == _KILLED, outcome
+        assert step > 50
+        with forked_from(source) as child:
+            assert is_sound(child)

@@ -1,13 +1,10 @@
 """Under the filter a process makes threads and nothing else; whoever traces it can still fork it."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
 import re
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,13 +13,12 @@ from procfork_cases import (
     NOBODY,
     Subject,
     children,
-    compiled,
     elsewhere,
     forked_from,
     planned,
     put_under_filter,
     python_started,
-    started,
+    threads_started,
 )
 
 from forkd.host import spawn_filter
@@ -123,22 +119,18 @@ def test_a_fork_puts_itself_under_the_filter_and_the_source_stays_free(source: S
 
 
 def test_without_privileges_a_process_is_put_under_the_filter_and_forked() -> None:
-    with started(compiled("threads"), "3", user=NOBODY) as source, elsewhere() as run:
-        assert len(source.ask("check").splitlines()) == 3
+    with threads_started(3, user=NOBODY) as source, elsewhere() as run:
         assert run.run(f"put_under_filter({source.pid})", user=NOBODY).status == 0
         assert filters(source) == {"1 2 1"}
         others = children()
-        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with ours, contextlib.ExitStack() as stack:
-            with its:
-                outcome = run.run(f"fork_once({source.pid}, fds[0])", its.fileno(), user=NOBODY)
+        with run.forked(source.pid, user=NOBODY) as (outcome, child), contextlib.ExitStack() as stack:
             assert outcome.status == 0, outcome
             (pid,) = (each for each in children() if each not in others)
             stack.callback(os.waitpid, pid, 0)
             stack.callback(os.kill, pid, signal.SIGKILL)
-            child = Subject(pid, ours)
+            child.pid = pid
             assert filters(child) == {"1 2 1"}
             for one in (child, source):
-                assert len(one.ask("check").splitlines()) == 3
+                assert one.workers() == 3
                 assert one.ask("new").startswith("0 ")
             assert os.stat(f"/proc/{pid}").st_uid == NOBODY

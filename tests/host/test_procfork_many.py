@@ -1,7 +1,5 @@
 """Many forks, one after the other and at once: nothing grows, neither in the source nor here."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -9,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from procfork_cases import PLAN, Subject, children, compiled, forked_from, python_started, shared_files, started
+from procfork_cases import PLAN, Subject, children, forked_from, python_started, shared_files, threads_started
 
 from forkd.errors import NotForkable
 from forkd.host.procfork.child import Holder
@@ -37,8 +35,7 @@ def written_code_kib(pid: int) -> int:
 
 @pytest.mark.parametrize("keep", [True, False], ids=["held", "released in between"])
 def test_a_source_that_is_forked_many_times_is_as_it_was(keep: bool) -> None:
-    with started(compiled("threads"), "4") as source:
-        assert len(source.ask("check").splitlines()) == 4
+    with threads_started(4) as source:
         holder = Holder(source.pid, PLAN)
         before, ours, others = seen(source), here(), children()
         for _ in range(_FORKS // _ALIVE_AT_ONCE):
@@ -46,24 +43,23 @@ def test_a_source_that_is_forked_many_times_is_as_it_was(keep: bool) -> None:
                 stack.callback(holder.release)
                 forks = [stack.enter_context(forked_from(holder, keep=keep)) for _ in range(_ALIVE_AT_ONCE)]
                 for fork in forks:
-                    assert len(fork.ask("check").splitlines()) == 4
+                    assert fork.workers() == 4
                 assert seen(forks[-1])[:2] == before[:2]
                 assert shared_files(forks[0].pid, forks[-1].pid) == set()
         assert (seen(source), here(), children()) == (before, ours, others)
         assert written_code_kib(source.pid) <= os.sysconf("SC_PAGE_SIZE") // 1024
-        assert len(source.ask("check").splitlines()) == 4
+        assert source.workers() == 4
         assert source.is_free()
 
 
 def test_forks_in_a_line_do_not_grow() -> None:
     """Each is forked from the one before, which then ends."""
-    with started(compiled("threads"), "2") as source, contextlib.ExitStack() as stack:
-        assert len(source.ask("check").splitlines()) == 2
+    with threads_started(2) as source, contextlib.ExitStack() as stack:
         first, last = seen(source), source
         for _ in range(30):
             fork = contextlib.ExitStack()
             last = fork.enter_context(forked_from(last))
-            assert len(last.ask("check").splitlines()) == 2
+            assert last.workers() == 2
             stack.close()
             stack.push(fork.pop_all())
         assert seen(last)[:2] == first[:2]
@@ -96,18 +92,19 @@ def test_several_sources_are_forked_at_once_from_several_threads() -> None:
 
 def test_one_source_that_several_threads_want_to_fork_is_forked_by_one_at_a_time() -> None:
     def fork_often(source: Subject) -> int:
-        made = 0
-        for _ in range(15):
+        made = tries = 0
+        # The others may be in the way each time: until it was not refused at least once.
+        while tries < 15 or made == 0:
+            tries += 1
             with contextlib.suppress(NotForkable), forked_from(source) as child:
-                assert len(child.ask("check").splitlines()) == 2
+                assert child.workers() == 2
                 made += 1
         return made
 
-    with started(compiled("threads"), "2") as source:
-        assert len(source.ask("check").splitlines()) == 2
+    with threads_started(2) as source:
         before = seen(source)
         with ThreadPoolExecutor(3) as pool:
             assert sum(pool.map(fork_often, [source] * 3)) >= 3
         assert seen(source) == before
         assert source.is_free()
-        assert len(source.ask("check").splitlines()) == 2
+        assert source.workers() == 2

@@ -1,7 +1,5 @@
 """What cannot be forked is refused with the reason, and runs on as it was. Memory is the fork's own."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -22,8 +20,9 @@ from procfork_cases import (
     python_started,
     refusal_of,
     started,
-    wait_until,
+    threads_started,
 )
+from support_processes import wait_until
 
 from forkd.errors import NotForkable
 from forkd.host.marked import find_mark_place, find_marked, render_environment
@@ -128,14 +127,14 @@ def test_a_process_stopped_by_a_signal_is_refused_and_stays_stopped() -> None:
             wait_until(lambda: source.state() == "T")
         os.kill(source.pid, signal.SIGCONT)
         wait_until(lambda: int(source.ask("ticks")) > ticks + 2)
-        assert len(source.ask("check").splitlines()) == 8
+        assert source.workers() == 8
         with forked_from(source) as child:
-            assert len(child.ask("check").splitlines()) == 8
+            assert child.workers() == 8
 
 
 @pytest.mark.usefixtures("few_tries")
 def test_a_thread_that_never_rests_is_refused_and_runs_on() -> None:
-    with started(compiled("threads"), "2") as source:
+    with threads_started(2) as source:
         assert source.ask("spin") == "0"
         refusal = refusal_of(source, ping="main", pong="0 999 1")
         assert "in 4 tries" in refusal.message
@@ -144,7 +143,7 @@ def test_a_thread_that_never_rests_is_refused_and_runs_on() -> None:
         wait_until(lambda: int(source.ask("ticks")) > ticks)
         assert source.ask("rest") == "0"
         with forked_from(source) as child:
-            assert len(child.ask("check").splitlines()) == 2
+            assert child.workers() == 2
 
 
 @pytest.mark.usefixtures("few_tries")

@@ -1,7 +1,5 @@
 """A process is forked with all its threads: each goes on where it was, in the source and in the fork."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -19,8 +17,9 @@ from procfork_cases import (
     forked_from,
     python_started,
     started,
-    wait_until,
+    threads_started,
 )
+from support_processes import wait_until
 
 from forkd.errors import NotForkable
 from forkd.host.procfork import ptrace
@@ -223,7 +222,7 @@ def test_each_thread_is_scheduled_as_it_was(source: Subject) -> None:
 
 @pytest.mark.parametrize("to", ["process", "thread"])
 def test_a_signal_at_whatever_step_reaches_the_source_once_and_never_the_fork(to: str) -> None:
-    with started(compiled("threads"), "2") as source:
+    with threads_started(2) as source:
         tid = check(source)[1].tid if to == "thread" else source.pid
         step, forks = 0, 0
         while True:

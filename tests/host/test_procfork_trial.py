@@ -1,16 +1,13 @@
 """Whether processes can be forked here is tried on a real one, of which nothing stays."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from procfork_cases import wait_until
+from support_processes import find_processes, wait_until
 
 from forkd.host.finding import Status
 from forkd.host.procfork import trial
@@ -40,15 +37,4 @@ def test_of_a_trial_that_is_killed_nothing_stays(point: str) -> None:
         check=False,
     )
     assert done.returncode == -signal.SIGKILL
-    wait_until(lambda: not _processes_with(token), every_s=0.05)
-
-
-def _processes_with(token: str) -> list[str]:
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if token.encode() in (process / "environ").read_bytes():
-                found.append(process.name)
-        except OSError:
-            continue
-    return found
+    wait_until(lambda: not find_processes(token), every_s=0.05)

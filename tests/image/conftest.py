@@ -1,5 +1,6 @@
-from __future__ import annotations
-
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from image_cases import Heard, make_module, make_python, write_modules
 
 from forkd.host.paths import Home
 from forkd.image import build as image_build
-from forkd.image.kernel import index_kernel
-from forkd.image.modules import BOOT_MODULES
+from forkd.image.kernel import BOOT_MODULES, index_kernel
+
+_BUILD_BYTES = 2 << 30
 
 
 @pytest.fixture
@@ -19,8 +21,11 @@ def heard() -> Heard:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return Home(tmp_path / "home", tmp_path / "run")
+def home() -> Iterator[Home]:
+    """In memory where there is room: dpkg syncs every file that it writes."""
+    room = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    with tempfile.TemporaryDirectory(prefix="fkd-", dir="/dev/shm" if room > _BUILD_BYTES else None) as path:
+        yield Home(Path(path) / "home", Path(path) / "run")
 
 
 @pytest.fixture

@@ -1,12 +1,13 @@
 """Things the tests of images share: small stand-ins for modules and roots, and a look at what is left over."""
 
-from __future__ import annotations
-
 import os
 import struct
 import tarfile
 from io import BytesIO
 from pathlib import Path
+from typing import Any
+
+from support_processes import find_processes
 
 
 class Heard:
@@ -61,24 +62,12 @@ def make_python(root: Path, minor: int = 11, prefix: str = "usr") -> None:
     (root / prefix / "bin/python3").symlink_to(f"python3.{minor}")
 
 
-def list_leftovers(where: Path) -> dict[str, list[str]]:
+def list_leftovers(where: Path) -> dict[str, list[Any]]:
     """Processes and mounts that still have to do with a directory, and hidden entries below it."""
-    needle = str(where).encode()
-    processes = [
-        path.parent.name
-        for path in Path("/proc").glob("[0-9]*/cmdline")
-        if path.parent.name != str(os.getpid()) and needle in _read(path)
-    ]
+    processes = [pid for pid in find_processes(command=str(where)) if pid != os.getpid()]
     mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(where) in line]
     staging = [str(path) for path in where.rglob(".staging-*")]
     return {"processes": processes, "mounts": mounts, "staging": staging}
 
 
-NOTHING: dict[str, list[str]] = {"processes": [], "mounts": [], "staging": []}
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+NOTHING: dict[str, list[Any]] = {"processes": [], "mounts": [], "staging": []}

@@ -1,7 +1,5 @@
 """The initramfs in a real, emulated machine."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from pathlib import Path

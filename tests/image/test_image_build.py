@@ -1,27 +1,23 @@
 """Real builds: mmdebstrap, the package archive, mkfs.erofs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from image_cases import NOTHING, Heard, list_leftovers, make_python
+from support_mounts import as_root, mounted, small_disk
+from support_processes import wait_until
 
 from forkd.errors import BuildFailed, HostLacks, InvalidInput, NoCapacity
 from forkd.host import tools
 from forkd.host.paths import Home
 from forkd.image import Image, ImageStore, debian_spec, directory_spec, get_recipe
-from forkd.image.kernel import read_index
-from forkd.image.modules import BOOT_MODULES, load_order
+from forkd.image.kernel import BOOT_MODULES, load_order, read_index
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 build = pytest.mark.build
 
 _CHILD = """
@@ -33,34 +29,8 @@ class Printed:
     def stage(self, text): print(text, flush=True)
     def line(self, text): print(text, flush=True)
 home = Path(sys.argv[1])
-ImageStore(Home(home, home)).build(debian_spec(["python3"]), "interrupted", Printed())
+ImageStore(Home(home, home)).build(debian_spec([]), "interrupted", Printed())
 """
-
-
-@contextmanager
-def small_disk(path: Path, size: str) -> Iterator[Home]:
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], check=True)
-    try:
-        yield Home(path / "home", path / "run")
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
-
-
-@contextmanager
-def mounted_read_only(root: Path, where: Path) -> Iterator[Path]:
-    where.mkdir()
-    subprocess.run(["mount", "-o", "loop,ro", str(root), str(where)], check=True)
-    try:
-        yield where
-    finally:
-        subprocess.run(["umount", str(where)], check=True)
-
-
-def wait_for_no_processes(where: Path) -> None:
-    until = time.monotonic() + 10
-    while list_leftovers(where)["processes"] and time.monotonic() < until:
-        time.sleep(0.05)
 
 
 @build
@@ -110,7 +80,7 @@ def test_modules_for_later_are_there_too(python_image: Image) -> None:
 @build
 @as_root
 def test_the_root_carries_nothing_of_this_host_and_nothing_of_the_build(python_image: Image, tmp_path: Path) -> None:
-    with mounted_read_only(python_image.root, tmp_path / "view") as root:
+    with mounted(tmp_path / "view", python_image.root, "-o", "loop,ro") as root:
         assert (root / "etc/hostname").read_text() == "localhost\n"
         assert (root / "etc/machine-id").read_text() == ""
         assert (root / "etc/resolv.conf").read_text() == ""
@@ -127,7 +97,7 @@ def test_the_root_carries_nothing_of_this_host_and_nothing_of_the_build(python_i
 @build
 @as_root
 def test_compiled_python_is_kept_and_fits_its_source(python_image: Image, tmp_path: Path) -> None:
-    with mounted_read_only(python_image.root, tmp_path / "view") as root:
+    with mounted(tmp_path / "view", python_image.root, "-o", "loop,ro") as root:
         source = next(root.glob("usr/lib/python3.*/os.py"))
         compiled = next((source.parent / "__pycache__").glob("os.cpython-*.pyc")).read_bytes()
         assert int.from_bytes(compiled[4:8], "little") == 0, "checked by hash, which is slow"
@@ -174,7 +144,8 @@ def test_a_missing_tool_is_said_before_anything_is_fetched(
 def test_a_full_disk_while_packing_is_no_capacity(tmp_path: Path) -> None:
     make_python(tmp_path / "root")
     (tmp_path / "root/large").write_bytes(os.urandom(8 << 20))
-    with small_disk(tmp_path / "disk", "4m") as home:
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        home = Home(disk / "home", disk / "run")
         with pytest.raises(NoCapacity):
             ImageStore(home).build(directory_spec(tmp_path / "root"), "x")
         assert list_leftovers(home.root) == NOTHING
@@ -184,7 +155,8 @@ def test_a_full_disk_while_packing_is_no_capacity(tmp_path: Path) -> None:
 @as_root
 @pytest.mark.parametrize("size", ["30m", "150m", "260m"])
 def test_a_full_disk_while_installing_is_no_capacity(tmp_path: Path, size: str) -> None:
-    with small_disk(tmp_path / "disk", size) as home:
+    with small_disk(tmp_path / "disk", size) as disk:
+        home = Home(disk / "home", disk / "run")
         with pytest.raises(NoCapacity):
             ImageStore(home).build(debian_spec(["python3"]), "x")
         assert list_leftovers(home.root) == NOTHING
@@ -194,10 +166,9 @@ def test_a_full_disk_while_installing_is_no_capacity(tmp_path: Path, size: str) 
 @build
 @pytest.mark.parametrize("moment", ["downloading packages", "installing essential", "--customize-hook"])
 @pytest.mark.parametrize("with_signal", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_build_leaves_nothing(tmp_path: Path, moment: str, with_signal: signal.Signals) -> None:
-    home = tmp_path / "home"
+def test_an_interrupted_build_leaves_nothing(home: Home, moment: str, with_signal: signal.Signals) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", _CHILD, str(home)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", _CHILD, str(home.root)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert process.stdout is not None
     with process.stdout:
@@ -207,12 +178,12 @@ def test_an_interrupted_build_leaves_nothing(tmp_path: Path, moment: str, with_s
         time.sleep(0.3)
         process.send_signal(with_signal)
         process.wait(timeout=30)
-    wait_for_no_processes(home)
-    left = list_leftovers(home)
+    wait_until(lambda: not list_leftovers(home.root)["processes"])
+    left = list_leftovers(home.root)
     assert (left["processes"], left["mounts"]) == ([], [])
     if with_signal == signal.SIGINT:
         assert left["staging"] == []
-    store = ImageStore(Home(home, home))
+    store = ImageStore(home)
     assert store.list() == []
     store.prune()
-    assert list_leftovers(home) == NOTHING
+    assert list_leftovers(home.root) == NOTHING

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path
@@ -7,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from forkd.cli.image import add_parser, parse_request, render_age, render_size
+from forkd.cli.image import parse_request
+from forkd.cli.main import build_parser
+from forkd.cli.output import render_age, render_size
 from forkd.errors import Conflict, InvalidInput, NotFound
 from forkd.image import ImageStore, debian_spec, directory_spec
 from forkd.store.snapshots import SnapshotStore
 
 
 def parse(*argv: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="forkd")
-    add_parser(parser.add_subparsers(required=True))
-    return parser.parse_args(["image", *argv])
+    return build_parser("image").parse_args(["image", *argv])
 
 
 def run(*argv: str) -> int:
@@ -29,7 +27,7 @@ def run(*argv: str) -> int:
 @pytest.fixture
 def at_home(home: Any, monkeypatch: pytest.MonkeyPatch, small_kernel: list[str]) -> ImageStore:
     monkeypatch.setenv("FORKD_HOME", str(home.root))
-    monkeypatch.setenv("FORKD_RUNTIME_DIR", "/tmp/forkd-test")
+    monkeypatch.setenv("FORKD_RUNTIME_DIR", "/nonexistent")
     return ImageStore(home)
 
 

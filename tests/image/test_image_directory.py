@@ -1,17 +1,14 @@
-from __future__ import annotations
-
 import os
 import socket
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from image_cases import Heard, make_python
+from support_mounts import as_root, small_disk
 
 from forkd.errors import Conflict, InvalidInput, NotFound
 from forkd.image.directory import build_directory_root, scan_directory
-
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
 
 def digest(directory: Path) -> str:
@@ -26,31 +23,22 @@ def test_the_same_content_elsewhere_has_the_same_digest(tmp_path: Path) -> None:
 
 
 def test_whatever_counts_changes_the_digest(root_directory: Path) -> None:
-    seen = {digest(root_directory)}
-    issue = root_directory / "etc/issue"
-
-    def expect_change() -> None:
+    etc = root_directory / "etc"
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: (etc / "issue").write_text("jello\n"),
+        lambda: (etc / "issue").chmod(0o600),
+        lambda: (etc / "issue").rename(etc / "issue.net"),
+        lambda: (etc / "link").symlink_to("issue"),
+        lambda: (etc / "link").unlink() or (etc / "link").symlink_to("issue.net"),
+        lambda: (etc / "empty").mkdir(),
+        *([lambda: os.chown(etc / "empty", 7, 7)] if os.geteuid() == 0 else []),
+    ]
+    seen = set()
+    for number, change in enumerate(changes):
+        change()
         seen.add(digest(root_directory))
-        expected[0] += 1
-        assert len(seen) == expected[0]
-
-    expected = [1]
-    issue.write_text("jello\n")
-    expect_change()
-    issue.chmod(0o600)
-    expect_change()
-    issue.rename(issue.with_name("issue.net"))
-    expect_change()
-    (root_directory / "etc/link").symlink_to("issue")
-    expect_change()
-    (root_directory / "etc/link").unlink()
-    (root_directory / "etc/link").symlink_to("issue.net")
-    expect_change()
-    (root_directory / "etc/empty").mkdir()
-    expect_change()
-    if os.geteuid() == 0:
-        os.chown(root_directory / "etc/empty", 7, 7)
-        expect_change()
+        assert len(seen) == number + 1
 
 
 def test_content_and_name_cannot_be_traded_for_each_other(tmp_path: Path) -> None:
@@ -83,32 +71,21 @@ def test_names_in_any_encoding_are_taken(root_directory: Path) -> None:
     assert "\udcff\n\udcfe" in scan_directory(root_directory).tree
 
 
-@pytest.mark.parametrize("path", ["/", "/..", "/proc/self/root", "/etc/../"])
-def test_the_hosts_root_is_refused(path: str) -> None:
-    with pytest.raises(InvalidInput, match="root"):
-        scan_directory(Path(path))
-
-
-def test_a_directory_that_is_not_there_is_not_found(tmp_path: Path) -> None:
-    with pytest.raises(NotFound):
-        scan_directory(tmp_path / "absent")
-
-
-def test_a_file_is_no_directory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "error", "said"),
+    [
+        *((path, InvalidInput, "root") for path in ("/", "/..", "/proc/self/root", "/etc/../")),
+        ("absent", NotFound, "no directory"),
+        ("file", InvalidInput, "not a directory"),
+        ("loop", InvalidInput, "not a directory"),
+        ("x" * 300, InvalidInput, "not a directory"),
+    ],
+)
+def test_what_cannot_be_an_image_is_refused(tmp_path: Path, path: str, error: type[Exception], said: str) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidInput, match="not a directory"):
-        scan_directory(tmp_path / "file")
-
-
-def test_a_link_in_a_circle_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(InvalidInput, match="not a directory"):
-        scan_directory(tmp_path / "loop")
-
-
-def test_a_name_too_long_for_any_file_system_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput):
-        scan_directory(tmp_path / ("x" * 300))
+    with pytest.raises(error, match=said):
+        scan_directory(tmp_path / path)
 
 
 def test_sockets_and_pipes_are_refused_by_name(root_directory: Path) -> None:
@@ -134,12 +111,8 @@ def test_devices_are_refused_but_not_those_below_dev(root_directory: Path) -> No
 
 @as_root
 def test_another_file_system_mounted_inside_is_refused(root_directory: Path) -> None:
-    subprocess.run(["mount", "-t", "tmpfs", "none", str(root_directory / "etc")], check=True)
-    try:
-        with pytest.raises(InvalidInput, match="another file system"):
-            scan_directory(root_directory)
-    finally:
-        subprocess.run(["umount", str(root_directory / "etc")], check=True)
+    with small_disk(root_directory / "etc", "1m"), pytest.raises(InvalidInput, match="another file system"):
+        scan_directory(root_directory)
 
 
 def test_the_same_directory_packs_to_the_same_bytes(root_directory: Path, tmp_path: Path) -> None:

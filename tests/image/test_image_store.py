@@ -1,7 +1,7 @@
-from __future__ import annotations
-
+import os
 import shutil
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,12 @@ def store(home: Home) -> ImageStore:
 
 
 @pytest.fixture
+def second(store: ImageStore, tmp_path: Path) -> Image:
+    make_python(tmp_path / "second")
+    return store.build(directory_spec(tmp_path / "second"), "second")
+
+
+@pytest.fixture
 def image(store: ImageStore, root_directory: Path) -> Image:
     return store.build(directory_spec(root_directory), "mine")
 
@@ -32,6 +38,10 @@ def flip_a_byte(path: Path) -> None:
         byte = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 1]))
+
+
+def cut_a_byte(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
 
 
 def pieces_of(home: Home) -> set[str]:
@@ -72,27 +82,20 @@ def test_another_agent_makes_another_initramfs_and_keeps_the_root(
     assert store.open(image.id).name is None
 
 
-def test_two_images_share_one_kernel(store: ImageStore, image: Image, tmp_path: Path, small_kernel: list[str]) -> None:
-    make_python(tmp_path / "second")
-    other = store.build(directory_spec(tmp_path / "second"), "second")
-    assert other.kernel == image.kernel
-    assert other.root != image.root
+def test_two_images_share_one_kernel(image: Image, second: Image, small_kernel: list[str]) -> None:
+    assert second.kernel == image.kernel
+    assert second.root != image.root
     assert len(small_kernel) == 1
 
 
 def test_two_who_build_the_same_at_once_build_it_once(
     home: Home, root_directory: Path, small_kernel: list[str]
 ) -> None:
-    images: list[Image] = []
+    def build(number: int) -> Image:
+        return ImageStore(home).build(directory_spec(root_directory), f"name{number}")
 
-    def build(name: str) -> None:
-        images.append(ImageStore(home).build(directory_spec(root_directory), name))
-
-    threads = [threading.Thread(target=build, args=(f"name{i}",)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        images = list(threads.map(build, range(4)))
     assert len({image.id for image in images}) == 1
     assert len(images) == 4
     assert len(small_kernel) == 1
@@ -111,48 +114,33 @@ def test_a_fresh_build_of_the_same_content_repairs_the_image(
 
 
 @pytest.mark.parametrize("role", ["root", "kernel", "initrd"])
-def test_an_altered_file_is_named(store: ImageStore, image: Image, role: str) -> None:
+@pytest.mark.parametrize(
+    ("harm", "said"), [(flip_a_byte, "altered"), (cut_a_byte, "bytes instead of"), (Path.unlink, "missing")]
+)
+def test_a_damaged_file_is_named_and_a_missing_one_is_built_again(
+    store: ImageStore, image: Image, root_directory: Path, role: str, harm: Callable[[Path], None], said: str
+) -> None:
     store.open("mine")
     path: Path = getattr(image, role)
-    flip_a_byte(path)
+    harm(path)
     with pytest.raises(SnapshotDamaged, match=path.name) as caught:
         store.open("mine")
-    assert "altered" in str(caught.value)
-
-
-@pytest.mark.parametrize("role", ["root", "kernel", "initrd"])
-def test_a_truncated_file_is_named(store: ImageStore, image: Image, role: str) -> None:
-    path: Path = getattr(image, role)
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size - 1)
-    with pytest.raises(SnapshotDamaged, match=path.name):
+    assert said in str(caught.value)
+    if harm is Path.unlink:
+        assert store.build(directory_spec(root_directory), "mine").id == image.id
         store.open("mine")
-
-
-@pytest.mark.parametrize("role", ["root", "kernel", "initrd"])
-def test_a_missing_file_is_named_and_built_again(
-    store: ImageStore, image: Image, root_directory: Path, role: str
-) -> None:
-    path: Path = getattr(image, role)
-    path.unlink()
-    with pytest.raises(SnapshotDamaged, match=path.name):
-        store.open("mine")
-    assert store.build(directory_spec(root_directory), "mine").id == image.id
-    store.open("mine")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": 99}'])
 def test_a_damaged_manifest_is_a_typed_error_and_hides_nothing_else(
-    store: ImageStore, image: Image, text: str, tmp_path: Path
+    store: ImageStore, image: Image, second: Image, text: str
 ) -> None:
-    make_python(tmp_path / "second")
-    other = store.build(directory_spec(tmp_path / "second"), "second")
     (image.dir / "manifest.json").write_text(text)
     with pytest.raises(SnapshotDamaged, match="manifest"):
         store.open("mine")
-    assert [entry.id for entry in store.list()] == [other.id]
+    assert [entry.id for entry in store.list()] == [second.id]
     store.remove("mine")
-    assert store.open("second") == other
+    assert store.open("second") == second
 
 
 def test_a_manifest_cannot_point_outside_the_store(store: ImageStore, image: Image) -> None:
@@ -185,11 +173,9 @@ def test_removing_the_last_image_leaves_no_piece(store: ImageStore, home: Home, 
     assert pieces_of(home) == set()
 
 
-def test_pieces_another_image_names_stay(store: ImageStore, home: Home, image: Image, tmp_path: Path) -> None:
-    make_python(tmp_path / "second")
-    other = store.build(directory_spec(tmp_path / "second"), "second")
+def test_pieces_another_image_names_stay(store: ImageStore, image: Image, second: Image) -> None:
     store.remove("mine")
-    assert store.open("second") == other
+    assert store.open("second") == second
     assert not image.root.exists()
 
 

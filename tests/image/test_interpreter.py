@@ -1,14 +1,12 @@
-from __future__ import annotations
-
 import pytest
 
 from forkd.errors import InvalidInput
-from forkd.image.interpreter import get_interpreter
-from forkd.image.tree import Node, parse_listing, resolve
+from forkd.image.root import Node, get_interpreter, parse_listing, resolve
 
 PROGRAM = Node("f", 0o755)
 FILE = Node("f", 0o644)
 DIRECTORY = Node("d", 0o755)
+USR_BIN = {"usr": DIRECTORY, "usr/bin": DIRECTORY}
 
 
 def link(target: str) -> Node:
@@ -25,15 +23,10 @@ def python(minor: int, prefix: str = "usr", lib: str = "lib", whole: bool = True
     return tree | dict.fromkeys((*parents, f"{prefix}/bin", f"{prefix}/{lib}", library), DIRECTORY)
 
 
-def test_the_python3_of_the_image_is_chosen() -> None:
-    assert get_interpreter({**python(11), "usr/bin/python3": link("python3.11")}) == "/usr/bin/python3"
-
-
 def test_links_are_followed_inside_the_image_only() -> None:
     tree = {
         **python(12, prefix="opt/py"),
-        "usr": DIRECTORY,
-        "usr/bin": DIRECTORY,
+        **USR_BIN,
         "usr/bin/python3": link("/etc/alternatives/python3"),
         "etc": DIRECTORY,
         "etc/alternatives": DIRECTORY,
@@ -42,26 +35,19 @@ def test_links_are_followed_inside_the_image_only() -> None:
     assert get_interpreter(tree) == "/usr/bin/python3"
 
 
-def test_a_link_to_a_python_that_only_the_host_has_is_none() -> None:
-    tree = {"usr": DIRECTORY, "usr/bin": DIRECTORY, "usr/bin/python3": link("/usr/bin/python3.11")}
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {**USR_BIN, "usr/bin/python3": link("/usr/bin/python3.11")},
+        {**USR_BIN, "usr/bin/python3": link("python"), "usr/bin/python": link("python3")},
+        {**USR_BIN, "usr/bin/python3": link("/")},
+        {**python(11), "usr/bin/python3.11": FILE},
+    ],
+    ids=["a link to one only the host has", "links in a circle", "a link to the root", "not executable"],
+)
+def test_what_cannot_be_run_is_no_python(tree: dict[str, Node]) -> None:
     with pytest.raises(InvalidInput, match="no Python"):
         get_interpreter(tree)
-
-
-def test_links_in_a_circle_are_no_python() -> None:
-    tree = {
-        "usr": DIRECTORY,
-        "usr/bin": DIRECTORY,
-        "usr/bin/python3": link("python"),
-        "usr/bin/python": link("python3"),
-    }
-    with pytest.raises(InvalidInput, match="no Python"):
-        get_interpreter(tree)
-
-
-def test_a_link_to_the_root_itself_is_no_python() -> None:
-    with pytest.raises(InvalidInput, match="no Python"):
-        get_interpreter({"usr": DIRECTORY, "usr/bin": DIRECTORY, "usr/bin/python3": link("/")})
 
 
 @pytest.mark.parametrize("minor", [2, 7])
@@ -70,14 +56,17 @@ def test_an_old_python_is_refused_with_its_version(minor: int) -> None:
         get_interpreter({**python(minor), "usr/bin/python3": link(f"python3.{minor}")})
 
 
-def test_a_newer_one_beside_an_old_python3_is_found() -> None:
-    tree = {**python(7), **python(13), "usr/bin/python3": link("python3.7")}
-    assert get_interpreter(tree) == "/usr/bin/python3.13"
-
-
-def test_the_one_below_usr_local_comes_first() -> None:
-    tree = {**python(9), **python(12, prefix="usr/local")}
-    assert get_interpreter(tree) == "/usr/local/bin/python3.12"
+@pytest.mark.parametrize(
+    ("tree", "found"),
+    [
+        ({**python(7), **python(13), "usr/bin/python3": link("python3.7")}, "/usr/bin/python3.13"),
+        ({**python(9), **python(12, prefix="usr/local")}, "/usr/local/bin/python3.12"),
+        ({**python(11), "usr/bin/python3": link("python3.11")}, "/usr/bin/python3"),
+    ],
+    ids=["a newer one beside an old python3", "below /usr/local first", "python3 first"],
+)
+def test_the_right_one_of_several_is_chosen(tree: dict[str, Node], found: str) -> None:
+    assert get_interpreter(tree) == found
 
 
 def test_a_program_named_just_python3_has_the_version_of_its_library() -> None:
@@ -90,12 +79,6 @@ def test_a_python_without_its_whole_library_is_refused() -> None:
     with pytest.raises(InvalidInput, match="lacks parts of its library") as caught:
         get_interpreter(python(11, whole=False))
     assert caught.value.hint is not None and "python3" in caught.value.hint
-
-
-def test_a_file_that_cannot_be_executed_is_no_python() -> None:
-    tree = {**python(11), "usr/bin/python3.11": FILE}
-    with pytest.raises(InvalidInput, match="no Python"):
-        get_interpreter(tree)
 
 
 def test_a_listing_may_hold_any_name() -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gzip
 import lzma
 from pathlib import Path
@@ -8,7 +6,7 @@ import pytest
 from image_cases import make_module, write_modules
 
 from forkd.errors import BuildFailed
-from forkd.image.modules import (
+from forkd.image.kernel import (
     Module,
     ModuleIndex,
     find_modinfo,

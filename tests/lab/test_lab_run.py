@@ -1,7 +1,5 @@
 """The lab machine itself, forked: what comes back of a run, and that nothing stays when one ends badly."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -16,7 +14,7 @@ from forkd.errors import GuestDied, GuestTimeout
 from forkd.guest.process import Process
 from forkd.host.marked import find_marked
 from lab import run
-from lab.emulated import run_in_machine
+from lab.run import run_in_machine
 from lab.selection import Asked
 
 # The first run makes the machine, unless one before has.
@@ -56,10 +54,10 @@ def test_a_machine_that_dies_is_an_error_and_its_console_is_kept(results: Path) 
 
 @pytest.mark.usefixtures("results")
 def test_a_machine_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def stop_machine(process: Process) -> None:
+    async def stop_machine(process: Process, output: run.Output) -> None:
         for machine in find_marked(Path(os.environ["FORKD_RUNTIME_DIR"])).values():
             os.kill(machine.pid, signal.SIGSTOP)
-        await pass_on(process)
+        await pass_on(process, output)
 
     pass_on = run.pass_on
     monkeypatch.setattr(run, "pass_on", stop_machine)

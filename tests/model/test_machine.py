@@ -1,6 +1,4 @@
-"""The shape of a machine, and how many children one fork may have."""
-
-from __future__ import annotations
+"""The shape of a machine, its limits, and how many children one fork may have."""
 
 import math
 
@@ -13,6 +11,8 @@ from forkd.model.machine import (
     MAX_MEMORY_MIB,
     MAX_VCPUS,
     MIN_MEMORY_MIB,
+    NO_LIMITS,
+    Limits,
     MachineSpec,
     parse_count,
 )
@@ -59,3 +59,35 @@ def test_a_count_out_of_bounds_is_refused_with_what_is_allowed(n: int) -> None:
     with pytest.raises(InvalidInput, match=f"Cannot fork {n} children") as caught:
         parse_count(n)
     assert caught.value.hint == "Use 1 to 1000"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"memory_mib": 0},
+        {"memory_mib": -1},
+        {"memory_mib": 1 << 31},
+        {"cpus": 0.0},
+        {"cpus": 0.001},
+        {"cpus": math.nan},
+        {"cpus": math.inf},
+        {"cpus": 5000.0},
+        {"pids": 0},
+        {"pids": 1 << 30},
+        {"io_mib_s": 0},
+        {"io_mib_s": 1 << 31},
+    ],
+)
+def test_a_limit_that_can_never_be_is_refused_with_what_can(asked: dict[str, float]) -> None:
+    (value,) = asked.values()
+    with pytest.raises(InvalidInput, match=rf"The .*limit.* must be between .* and .*, got {value}$") as refused:
+        Limits(**asked)  # type: ignore[arg-type]
+    assert "for none" in (refused.value.hint or "")
+
+
+def test_limits_are_said_in_words() -> None:
+    assert str(Limits(memory_mib=64, cpus=0.25, pids=40, io_mib_s=8)) == (
+        "64 MiB of memory, 0.25 cores, 40 processes, 8 MiB/s of disk I/O"
+    )
+    assert str(Limits(memory_mib=1048576)) == "1048576 MiB of memory"
+    assert str(NO_LIMITS) == "none"

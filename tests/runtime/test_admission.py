@@ -1,7 +1,5 @@
 """How many VMs a machine can take."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forkd.errors import NoCapacity
-from forkd.host.capacity import CHILD_MIB
+from forkd.host.system import CHILD_MIB
 from forkd.runtime.admission import (
     DISK_RESERVE_MIB,
     RESERVE_MIB,

@@ -1,7 +1,5 @@
 """From findings to an engine, by value."""
 
-from __future__ import annotations
-
 import pytest
 
 from forkd.errors import InvalidInput
@@ -29,21 +27,34 @@ def failed(name: str) -> Finding:
     return Finding(name, Status.FAIL, "not there", "Get it")
 
 
-def test_with_usable_kvm_and_firecracker_in_its_jail_it_is_the_first_choice() -> None:
-    diagnosis = choose_with()
-    assert (diagnosis.engine, diagnosis.accelerator, diagnosis.ok) == ("firecracker", "kvm", True)
-    assert "in a jail" in (diagnosis.isolation or "")
-
-
-def test_firecracker_needs_no_qemu() -> None:
-    diagnosis = choose_with(failed("qemu"), failed("tcg"), failed("qemu with kvm"))
-    assert (diagnosis.engine, diagnosis.ok) == ("firecracker", True)
-
-
-def test_without_root_firecracker_runs_and_says_that_there_is_no_jail() -> None:
-    diagnosis = choose_with(NO_JAIL)
-    assert (diagnosis.engine, diagnosis.ok) == ("firecracker", True)
-    assert "no jail" in (diagnosis.isolation or "")
+@pytest.mark.parametrize(
+    ("found", "wanted", "engine", "accelerator", "reason", "isolation"),
+    [
+        ((), None, "firecracker", "kvm", "", "in a jail"),
+        ((failed("qemu"), failed("tcg"), failed("qemu with kvm")), None, "firecracker", "kvm", "", ""),
+        ((NO_JAIL,), None, "firecracker", "kvm", "", "no jail"),
+        ((DOUBTFUL,), "firecracker", "firecracker", "kvm", "", ""),
+        ((NO_FIRECRACKER, failed("qemu with kvm")), None, "qemu", "tcg", "this QEMU cannot use KVM", ""),
+        ((SLOW_KVM,), None, "qemu", "tcg", "KVM is not usable (too slow)", "emulated"),
+        ((NO_FIRECRACKER, failed("tcg")), None, "qemu", "kvm", "", ""),
+    ],
+    ids=[
+        "all is there",
+        "firecracker needs no qemu",
+        "without root there is no jail",
+        "a doubtful firecracker when it is asked for",
+        "a qemu without kvm emulates",
+        "unusable kvm is not used",
+        "kvm is enough without emulation",
+    ],
+)
+def test_the_engine_follows_from_what_is_found(
+    found: tuple[Finding, ...], wanted: str | None, engine: str, accelerator: str, reason: str, isolation: str
+) -> None:
+    diagnosis = choose_with(*found, wanted=wanted)
+    assert (diagnosis.engine, diagnosis.accelerator, diagnosis.ok) == (engine, accelerator, True)
+    assert reason in diagnosis.reason
+    assert isolation in (diagnosis.isolation or "")
 
 
 @pytest.mark.parametrize(
@@ -61,29 +72,6 @@ def test_firecracker_asked_for_where_it_cannot_run_is_refused_with_what_was_foun
     diagnosis = choose_with(lack, wanted="firecracker")
     assert (diagnosis.engine, diagnosis.accelerator, diagnosis.ok) == (None, None, False)
     assert lack.found in diagnosis.reason
-
-
-def test_a_doubtful_firecracker_runs_when_it_is_asked_for() -> None:
-    diagnosis = choose_with(DOUBTFUL, wanted="firecracker")
-    assert (diagnosis.engine, diagnosis.ok) == ("firecracker", True)
-
-
-def test_a_qemu_that_does_not_know_kvm_emulates_and_says_why() -> None:
-    diagnosis = choose_with(NO_FIRECRACKER, failed("qemu with kvm"))
-    assert (diagnosis.engine, diagnosis.accelerator) == ("qemu", "tcg")
-    assert "this QEMU cannot use KVM" in diagnosis.reason
-
-
-def test_kvm_that_is_there_and_unusable_falls_back_to_emulation_and_says_so() -> None:
-    diagnosis = choose_with(SLOW_KVM)
-    assert (diagnosis.engine, diagnosis.accelerator, diagnosis.ok) == ("qemu", "tcg", True)
-    assert "KVM is not usable (too slow)" in diagnosis.reason
-    assert "emulated" in (diagnosis.isolation or "")
-
-
-def test_without_emulation_usable_kvm_is_enough() -> None:
-    diagnosis = choose_with(failed("tcg"), NO_FIRECRACKER)
-    assert (diagnosis.engine, diagnosis.accelerator) == ("qemu", "kvm")
 
 
 def test_with_neither_there_is_no_engine() -> None:

@@ -1,7 +1,5 @@
 """The figures of a run, ranked."""
 
-from __future__ import annotations
-
 import pytest
 
 from forkd.runtime.demo import percentile

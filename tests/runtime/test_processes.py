@@ -1,16 +1,12 @@
 """Commands that outlive a request: over a real agent, their output kept, followed by many, bounded."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from forkd.engines.base import BootSpec
-from forkd.engines.fake import FakeEngine
 from forkd.errors import (
     AgentError,
     ChannelClosed,
@@ -22,39 +18,21 @@ from forkd.errors import (
     NotFound,
     NotRunning,
 )
-from forkd.guest.calls import Agent
-from forkd.model.machine import MachineSpec
+from forkd.guest.agent import Agent
 from forkd.runtime import processes as module
-from forkd.runtime.processes import Command, CommandSpec, Exit, Gap, KeptOutput, Output, Processes
-from forkd.runtime.warmup import booted
+from forkd.runtime.processes import CommandSpec, Exit, Gap, GuestProcess, KeptOutput, Output, Processes
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-_DEADLINE_S = 60
-_NOWHERE = Path("/nonexistent")
-
-Body = Callable[[Agent, Processes], Awaitable[None]]
-Run = Callable[[Body], None]
-
 
 @pytest.fixture
-def run(run_directory: Path, tmp_path: Path) -> Run:
-    """`body` with a real agent in a process of its own."""
-
-    async def main(body: Body) -> None:
-        spec = BootSpec(MachineSpec(256), _NOWHERE, _NOWHERE, _NOWHERE)
-        async with asyncio.timeout(_DEADLINE_S):
-            async with booted(FakeEngine(), spec, run_directory / "parent", tmp_path) as (_, agent):
-                processes = Processes(lambda: agent)
-                try:
-                    await body(agent, processes)
-                finally:
-                    processes.close()
-
-    return lambda body: asyncio.run(main(body))
+async def processes(agent: Agent) -> AsyncIterator[Processes]:
+    processes = Processes(lambda: agent)
+    yield processes
+    processes.close()
 
 
-async def read_all(command: Command) -> tuple[bytes, bytes, list[Gap], Exit]:
+async def read_all(command: GuestProcess) -> tuple[bytes, bytes, list[Gap], Exit]:
     streams, gaps, end = {"stdout": b"", "stderr": b""}, [], None
     async for item in command.follow():
         assert end is None, "something came after the exit"
@@ -68,236 +46,204 @@ async def read_all(command: Command) -> tuple[bytes, bytes, list[Gap], Exit]:
     return streams["stdout"], streams["stderr"], gaps, end
 
 
-def test_output_exit_and_spec_of_a_command_can_be_read_after_its_end(run: Run) -> None:
-    async def body(agent: Agent, processes: Processes) -> None:
-        spec = CommandSpec("echo out; echo err >&2; echo $X; pwd; exit 3", cwd="/tmp", env={"X": "env"})
-        command = await processes.start(spec)
-        assert await read_all(command) == (b"out\nenv\n/tmp\n", b"err\n", [], Exit(3, None, False))
-        assert await read_all(command) == (b"out\nenv\n/tmp\n", b"err\n", [], Exit(3, None, False))
-        assert command.exit == Exit(3, None, False)
-        assert processes.list() == [command]
-        assert processes.get(command.pid) is command
-        assert command.spec is spec
-
-    run(body)
+async def test_output_exit_and_spec_of_a_command_can_be_read_after_its_end(processes: Processes) -> None:
+    spec = CommandSpec("echo out; echo err >&2; echo $X; pwd; exit 3", cwd="/tmp", env={"X": "env"})
+    command = await processes.start(spec)
+    assert await read_all(command) == (b"out\nenv\n/tmp\n", b"err\n", [], Exit(3, None, False))
+    assert await read_all(command) == (b"out\nenv\n/tmp\n", b"err\n", [], Exit(3, None, False))
+    assert command.exit == Exit(3, None, False)
+    assert processes.list() == [command]
+    assert processes.get(command.pid) is command
+    assert command.spec is spec
 
 
-def test_followers_see_output_as_it_comes_each_at_its_own_pace(run: Run) -> None:
-    async def body(agent: Agent, processes: Processes) -> None:
-        command = await processes.start(CommandSpec(["/bin/cat"], stdin=True))
-        quick, slow = command.follow(), command.follow()
-        for word in (b"one", b"two"):
-            await command.write(word)
-            assert await anext(quick) == Output("stdout", word)
-        assert command.exit is None
-        command.close_stdin()
-        assert [item async for item in quick] == [Exit(0, None, False)]
-        assert [item async for item in slow] == [Output("stdout", b"onetwo"), Exit(0, None, False)]
-
-    run(body)
+async def test_followers_see_output_as_it_comes_each_at_its_own_pace(processes: Processes) -> None:
+    command = await processes.start(CommandSpec(["/bin/cat"], stdin=True))
+    quick, slow = command.follow(), command.follow()
+    for word in (b"one", b"two"):
+        await command.write(word)
+        assert await anext(quick) == Output("stdout", word)
+    assert command.exit is None
+    command.close_stdin()
+    assert [item async for item in quick] == [Exit(0, None, False)]
+    assert [item async for item in slow] == [Output("stdout", b"onetwo"), Exit(0, None, False)]
 
 
-def test_a_follower_that_falls_behind_gets_one_gap_and_the_last_mebibyte(run: Run) -> None:
+async def test_a_follower_that_falls_behind_gets_one_gap_and_the_last_mebibyte(processes: Processes) -> None:
     total = 5 * 1024 * 1024
 
-    async def body(agent: Agent, processes: Processes) -> None:
-        command = await processes.start(CommandSpec(f"head -c {total} /dev/zero; printf end", stdin=True))
-        stdout, _, gaps, end = b"", b"", [], None
-        follower = command.follow()
-        first = await anext(follower)
-        assert isinstance(first, Output)
-        while command.exit is None:  # nobody reads, and the guest is not held up
-            await asyncio.sleep(0.01)
-        async for item in follower:
-            if isinstance(item, Gap):
-                gaps.append(item)
-                assert stdout == b""
-            elif isinstance(item, Output):
-                stdout += item.data
-            else:
-                end = item
-        assert len(gaps) == 1
-        assert len(first.data) + gaps[0].bytes + len(stdout) == total + 3
-        assert len(stdout) == module.KEPT_BYTES == command.kept_bytes
-        assert stdout.endswith(b"end")
-        assert end == Exit(0, None, False)
-
-    run(body)
+    command = await processes.start(CommandSpec(f"head -c {total} /dev/zero; printf end", stdin=True))
+    stdout, _, gaps, end = b"", b"", [], None
+    follower = command.follow()
+    first = await anext(follower)
+    assert isinstance(first, Output)
+    while command.exit is None:  # nobody reads, and the guest is not held up
+        await asyncio.sleep(0.01)
+    async for item in follower:
+        if isinstance(item, Gap):
+            gaps.append(item)
+            assert stdout == b""
+        elif isinstance(item, Output):
+            stdout += item.data
+        else:
+            end = item
+    assert len(gaps) == 1
+    assert len(first.data) + gaps[0].bytes + len(stdout) == total + 3
+    assert len(stdout) == module.KEPT_BYTES == command.kept_bytes
+    assert stdout.endswith(b"end")
+    assert end == Exit(0, None, False)
 
 
-def test_a_terminal_is_written_to_resized_and_hung_up(run: Run) -> None:
-    async def body(agent: Agent, processes: Processes) -> None:
-        command = await processes.start(CommandSpec("stty size; read x; stty size; read x", pty=(24, 80)))
-        output = command.follow()
-        assert await anext(output) == Output("stdout", b"24 80\r\n")
-        command.resize(50, 132)
-        await command.write(b"\n")
-        seen = b""
-        while b"50 132" not in seen:
-            item = await anext(output)
-            assert isinstance(item, Output)
-            seen += item.data
-        command.signal(signal.SIGHUP)
-        assert [item async for item in output if isinstance(item, Exit)] == [Exit(None, signal.SIGHUP, False)]
-
-    run(body)
+async def test_a_terminal_is_written_to_resized_and_hung_up(processes: Processes) -> None:
+    command = await processes.start(CommandSpec("stty size; read x; stty size; read x", pty=(24, 80)))
+    output = command.follow()
+    assert await anext(output) == Output("stdout", b"24 80\r\n")
+    command.resize(50, 132)
+    await command.write(b"\n")
+    seen = b""
+    while b"50 132" not in seen:
+        item = await anext(output)
+        assert isinstance(item, Output)
+        seen += item.data
+    command.signal(signal.SIGHUP)
+    assert [item async for item in output if isinstance(item, Exit)] == [Exit(None, signal.SIGHUP, False)]
 
 
-def test_a_signal_reaches_the_whole_group_and_a_deadline_ends_it(run: Run) -> None:
-    async def body(agent: Agent, processes: Processes) -> None:
-        command = await processes.start(CommandSpec("sleep 1000 & echo $!; wait"))
-        first = await anext(command.follow())
-        assert isinstance(first, Output)
-        command.signal(signal.SIGKILL)
-        assert (await read_all(command))[3] == Exit(None, signal.SIGKILL, False)
-        while Path(f"/proc/{int(first.data)}").exists():
-            await asyncio.sleep(0.01)
-        late = await processes.start(CommandSpec(["sleep", "1000"], timeout_s=0.05))
-        assert (await read_all(late))[3] == Exit(None, signal.SIGKILL, True)
-
-    run(body)
+async def test_a_signal_reaches_the_whole_group_and_a_deadline_ends_it(processes: Processes) -> None:
+    command = await processes.start(CommandSpec("sleep 1000 & echo $!; wait"))
+    first = await anext(command.follow())
+    assert isinstance(first, Output)
+    command.signal(signal.SIGKILL)
+    assert (await read_all(command))[3] == Exit(None, signal.SIGKILL, False)
+    while Path(f"/proc/{int(first.data)}").exists():
+        await asyncio.sleep(0.01)
+    late = await processes.start(CommandSpec(["sleep", "1000"], timeout_s=0.05))
+    assert (await read_all(late))[3] == Exit(None, signal.SIGKILL, True)
 
 
-def test_what_cannot_be_done_to_a_command_says_why(run: Run) -> None:
-    async def body(agent: Agent, processes: Processes) -> None:
-        with pytest.raises(CommandNotStarted):
-            await processes.start(CommandSpec(["/nonexistent"]))
-        with pytest.raises(NotFound):
-            processes.get(1 << 40)
-        deaf = await processes.start(CommandSpec("sleep 1000"))
-        with pytest.raises(Conflict, match="input of command"):
-            await deaf.write(b"x")
-        for number in (0, -9, 65):
-            with pytest.raises(InvalidInput):
-                deaf.signal(number)
-        for size in ((24, 80), (0, 80), (24, 10_000)):
-            with pytest.raises(InvalidInput):
-                deaf.resize(*size)
-        deaf.signal(signal.SIGTERM)
-        await read_all(deaf)
-        ended = await processes.start(CommandSpec(["cat"], stdin=True))
-        ended.close_stdin()
-        ended.close_stdin()
-        await read_all(ended)
-        with pytest.raises(Conflict, match="has ended"):
-            await ended.write(b"x")
-        with pytest.raises(Conflict, match="has ended"):
-            ended.signal(signal.SIGTERM)
-
-    run(body)
+async def test_what_cannot_be_done_to_a_command_says_why(processes: Processes) -> None:
+    with pytest.raises(CommandNotStarted):
+        await processes.start(CommandSpec(["/nonexistent"]))
+    with pytest.raises(NotFound):
+        processes.get(1 << 40)
+    deaf = await processes.start(CommandSpec("sleep 1000"))
+    with pytest.raises(Conflict, match="input of command"):
+        await deaf.write(b"x")
+    for number in (0, -9, 65):
+        with pytest.raises(InvalidInput):
+            deaf.signal(number)
+    for size in ((24, 80), (0, 80), (24, 10_000)):
+        with pytest.raises(InvalidInput):
+            deaf.resize(*size)
+    deaf.signal(signal.SIGTERM)
+    await read_all(deaf)
+    ended = await processes.start(CommandSpec(["cat"], stdin=True))
+    ended.close_stdin()
+    ended.close_stdin()
+    await read_all(ended)
+    with pytest.raises(Conflict, match="has ended"):
+        await ended.write(b"x")
+    with pytest.raises(Conflict, match="has ended"):
+        ended.signal(signal.SIGTERM)
 
 
-def test_writers_take_turns_and_wait_for_a_program_that_does_not_read(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+async def test_writers_take_turns_and_wait_for_a_program_that_does_not_read(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body(agent: Agent, processes: Processes) -> None:
-        command = await processes.start(CommandSpec("sleep 0.3; wc -c", stdin=True))
-        await asyncio.gather(*(command.write(b"x" * 400_000) for _ in range(3)))
-        command.close_stdin()
-        assert (await read_all(command))[0] == b"1200000\n"
-        monkeypatch.setattr(module, "WRITE_S", 0.2)
-        deaf = await processes.start(CommandSpec("sleep 1000", stdin=True))
-        with pytest.raises(GuestTimeout, match="did not read"):
-            await deaf.write(b"x" * 1_000_000)
-
-    run(body)
+    command = await processes.start(CommandSpec("sleep 0.3; wc -c", stdin=True))
+    await asyncio.gather(*(command.write(b"x" * 400_000) for _ in range(3)))
+    command.close_stdin()
+    assert (await read_all(command))[0] == b"1200000\n"
+    monkeypatch.setattr(module, "WRITE_S", 0.2)
+    deaf = await processes.start(CommandSpec("sleep 1000", stdin=True))
+    with pytest.raises(GuestTimeout, match="did not read"):
+        await deaf.write(b"x" * 1_000_000)
 
 
-def test_too_many_commands_are_refused_and_one_that_ends_makes_room(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_commands_are_refused_and_one_that_ends_makes_room(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_RUNNING", 3)
-
-    async def body(agent: Agent, processes: Processes) -> None:
-        started = await asyncio.gather(
-            *(processes.start(CommandSpec("sleep 1000")) for _ in range(5)), return_exceptions=True
-        )
-        running = [command for command in started if isinstance(command, Command)]
-        assert len(running) == 3
-        assert sum(isinstance(error, NoCapacity) for error in started) == 2
-        running[0].signal(signal.SIGKILL)
-        await read_all(running[0])
+    started = await asyncio.gather(
+        *(processes.start(CommandSpec("sleep 1000")) for _ in range(5)), return_exceptions=True
+    )
+    running = [command for command in started if isinstance(command, GuestProcess)]
+    assert len(running) == 3
+    assert sum(isinstance(error, NoCapacity) for error in started) == 2
+    running[0].signal(signal.SIGKILL)
+    await read_all(running[0])
+    await processes.start(CommandSpec("sleep 1000"))
+    with pytest.raises(NoCapacity):
         await processes.start(CommandSpec("sleep 1000"))
-        with pytest.raises(NoCapacity):
-            await processes.start(CommandSpec("sleep 1000"))
-
-    run(body)
 
 
-def test_ended_commands_are_forgotten_after_a_while(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(agent: Agent, processes: Processes) -> None:
-        lasting = await processes.start(CommandSpec("true"))
-        running = await processes.start(CommandSpec("sleep 1000"))
-        await read_all(lasting)
-        assert processes.get(lasting.pid) is lasting
-        monkeypatch.setattr(module, "FORGET_S", 0.1)
-        command = await processes.start(CommandSpec("echo kept"))
-        await read_all(command)
-        await asyncio.sleep(0.2)
-        assert processes.list() == [lasting, running]
-        assert (await read_all(command))[0] == b"kept\n", "whoever holds it can still read it"
-
-    run(body)
+async def test_ended_commands_are_forgotten_after_a_while(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lasting = await processes.start(CommandSpec("true"))
+    running = await processes.start(CommandSpec("sleep 1000"))
+    await read_all(lasting)
+    assert processes.get(lasting.pid) is lasting
+    monkeypatch.setattr(module, "FORGET_S", 0.1)
+    command = await processes.start(CommandSpec("echo kept"))
+    await read_all(command)
+    await asyncio.sleep(0.2)
+    assert processes.list() == [lasting, running]
+    assert (await read_all(command))[0] == b"kept\n", "a caller that holds it can still read it"
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_ENDED", 2), ("MAX_ENDED_BYTES", 2000)])
-def test_of_many_ended_commands_the_oldest_are_forgotten(
-    run: Run, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+async def test_of_many_ended_commands_the_oldest_are_forgotten(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
 ) -> None:
     monkeypatch.setattr(module, limit, value)
-
-    async def body(agent: Agent, processes: Processes) -> None:
-        commands = []
-        for _ in range(4):
-            commands.append(await processes.start(CommandSpec("head -c 1000 /dev/zero")))
-            await read_all(commands[-1])
-        assert processes.list() == commands[2:]
-
-    run(body)
+    commands = []
+    for _ in range(4):
+        commands.append(await processes.start(CommandSpec("head -c 1000 /dev/zero")))
+        await read_all(commands[-1])
+    assert processes.list() == commands[2:]
 
 
-def test_a_lost_channel_ends_every_command_with_an_error_for_its_followers(run: Run) -> None:
-    async def body(agent: Agent, processes: Processes) -> None:
-        command = await processes.start(CommandSpec("echo early; sleep 1000"))
-        follower = command.follow()
-        assert await anext(follower) == Output("stdout", b"early\n")
-        agent.close()
-        with pytest.raises(ChannelClosed):
-            await anext(follower)
-        with pytest.raises(ChannelClosed):
-            await read_all(command)
-        assert command.exit is None
-        assert not command.running
-        with pytest.raises(ChannelClosed):
-            await processes.start(CommandSpec("true"))
+async def test_a_lost_channel_ends_every_command_with_an_error_for_its_followers(
+    agent: Agent, processes: Processes
+) -> None:
+    command = await processes.start(CommandSpec("echo early; sleep 1000"))
+    follower = command.follow()
+    assert await anext(follower) == Output("stdout", b"early\n")
+    agent.close()
+    with pytest.raises(ChannelClosed):
+        await anext(follower)
+    with pytest.raises(ChannelClosed):
+        await read_all(command)
+    assert command.exit is None
+    assert not command.running
+    with pytest.raises(ChannelClosed):
+        await processes.start(CommandSpec("true"))
 
-    run(body)
 
-
-def test_closing_ends_commands_tasks_and_followers_and_may_be_repeated(run: Run) -> None:
-    async def body(agent: Agent, processes: Processes) -> None:
-        first = await processes.start(CommandSpec("echo $$; exec sleep 1000"))
-        follower = first.follow()
-        said = await anext(follower)
-        assert isinstance(said, Output)
-        other = await processes.start(CommandSpec("sleep 1000"))  # its task has not run yet
-        starting = asyncio.create_task(processes.start(CommandSpec("sleep 1000")))
-        await asyncio.sleep(0)
-        processes.close()
-        processes.close()
-        with pytest.raises(AgentError, match="given up"):
-            await anext(follower)
-        with pytest.raises(AgentError, match="given up"):
-            await read_all(other)
-        with pytest.raises(NotRunning):
-            await starting
-        with pytest.raises(NotRunning):
-            await processes.start(CommandSpec("true"))
-        assert processes.list() == []
-        await asyncio.sleep(0)
-        assert [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("command")] == []
-        while Path(f"/proc/{int(said.data)}").exists():
-            await asyncio.sleep(0.01)
-
-    run(body)
+async def test_closing_ends_commands_tasks_and_followers_and_may_be_repeated(processes: Processes) -> None:
+    first = await processes.start(CommandSpec("echo $$; exec sleep 1000"))
+    follower = first.follow()
+    said = await anext(follower)
+    assert isinstance(said, Output)
+    other = await processes.start(CommandSpec("sleep 1000"))  # its task has not run yet
+    starting = asyncio.create_task(processes.start(CommandSpec("sleep 1000")))
+    await asyncio.sleep(0)
+    processes.close()
+    processes.close()
+    with pytest.raises(AgentError, match="given up"):
+        await anext(follower)
+    with pytest.raises(AgentError, match="given up"):
+        await read_all(other)
+    with pytest.raises(NotRunning):
+        await starting
+    with pytest.raises(NotRunning):
+        await processes.start(CommandSpec("true"))
+    assert processes.list() == []
+    await asyncio.sleep(0)
+    assert [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("command")] == []
+    while Path(f"/proc/{int(said.data)}").exists():
+        await asyncio.sleep(0.01)
 
 
 def test_kept_output_is_bounded_in_bytes_and_in_pieces() -> None:

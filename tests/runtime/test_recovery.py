@@ -1,13 +1,12 @@
 """The plan of a daemon's first look around."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forkd.model.names import parse_tag
-from forkd.model.sandbox import SandboxRecord, State
+from forkd.model.sandbox import State
 from forkd.runtime.recovery import make_plan
+from forkd.runtime.registry import SandboxRecord
 
 NAMES = st.sampled_from([f"sb-{n:010x}" for n in range(12)])
 

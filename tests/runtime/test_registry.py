@@ -1,29 +1,20 @@
 """The registry: guarded states, all-or-nothing transactions, queries."""
 
-from __future__ import annotations
-
 import itertools
 import sqlite3
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from forkd.errors import Conflict, HostLacks, NotFound
-from forkd.model.limits import NO_LIMITS, Limits
+from forkd.model.machine import NO_LIMITS, Limits
 from forkd.model.names import parse_tag
-from forkd.model.sandbox import TRANSITIONS, SandboxRecord, State, Way, new_sandbox_id
-from forkd.runtime import database
-from forkd.runtime.registry import IdempotencyKey, Registry, SandboxQuery, SnapshotJob, WorkspaceRow
+from forkd.model.sandbox import TRANSITIONS, State, Way, new_sandbox_id
+from forkd.runtime import registry as stored
+from forkd.runtime.registry import IdempotencyKey, Registry, SandboxQuery, SandboxRecord, SnapshotJob, WorkspaceRow
 
 TAG = parse_tag("warm")
-
-
-@pytest.fixture
-def registry(tmp_path: Path) -> Iterator[Registry]:
-    opened = Registry(tmp_path / "registry.db")
-    yield opened
-    opened.close()
 
 
 def record(state: State = State.STARTING, **fields: object) -> SandboxRecord:
@@ -42,6 +33,22 @@ def test_a_state_is_left_only_for_one_that_may_follow(registry: Registry, before
         with pytest.raises(Conflict, match=before.value):
             registry.move([one.id], after)
         assert registry.get_sandbox(one.id).state is before
+
+
+def test_a_sandbox_is_found_by_its_name_which_no_other_can_have(registry: Registry) -> None:
+    one, other = record(), record()
+    registry.insert_sandboxes([one, other])
+    assert one.name is None
+    registry.rename(one.id, "web")
+    assert registry.get_sandbox("web") == registry.get_sandbox(one.id)
+    registry.rename(one.id, "web")
+    with pytest.raises(Conflict, match="Another sandbox is named web"):
+        registry.rename(other.id, "web")
+    registry.rename(one.id, None)
+    with pytest.raises(NotFound):
+        registry.get_sandbox("web")
+    registry.rename(other.id, "web")
+    assert registry.get_sandbox("web").id == other.id
 
 
 def test_moving_many_is_all_or_nothing(registry: Registry) -> None:
@@ -85,22 +92,25 @@ def test_how_a_sandbox_came_to_be_is_known_once_it_runs(registry: Registry) -> N
     assert registry.get_sandbox(one.id).way is Way.FORK
 
 
+def make_old(path: Path, version: int, script: str, *states: str) -> None:
+    """A registry as an earlier version left it, with a sandbox in each of the states."""
+    with closing(sqlite3.connect(path)) as db, db:
+        db.executescript(script)
+        for number, state in enumerate(states):
+            db.execute(
+                "INSERT INTO sandboxes (id, snapshot_tag, state, created_at_unix, engine, isolation, agent_port,"
+                " memory_limit_mib, on_timeout, labels, metadata)"
+                " VALUES (?, 'warm', ?, 1, 'fake', 'none', 4000, 256, 'kill', '{}', '{}')",
+                (f"sb-000000000{number}", state),
+            )
+        db.execute(f"PRAGMA user_version = {version}")
+
+
 def test_a_registry_between_then_and_now_is_taken_over(tmp_path: Path) -> None:
-    path = tmp_path / "registry.db"
-    db = sqlite3.connect(path)
-    db.executescript(database._FIRST + database._MORE_LIMITS)
-    for number, state in enumerate(("running", "starting")):
-        db.execute(
-            "INSERT INTO sandboxes (id, snapshot_tag, state, created_at_unix, engine, isolation, agent_port,"
-            " memory_limit_mib, on_timeout, labels, metadata)"
-            f" VALUES ('sb-000000000{number}', 'warm', '{state}', 1, 'fake', 'none', 4000, 256, 'kill', '{{}}', '{{}}')"
-        )
-    db.execute("PRAGMA user_version = 2")
-    db.commit()
-    db.close()
-    registry = Registry(path)
-    assert [(one.way, one.limits.memory_mib) for one in registry.list_sandboxes()] == [(Way.START, 256), (None, 256)]
-    registry.close()
+    make_old(tmp_path / "registry.db", 2, stored._FIRST + stored._MORE_LIMITS, "running", "starting")
+    with closing(Registry(tmp_path / "registry.db")) as registry:
+        found = [(one.way, one.limits.memory_mib) for one in registry.list_sandboxes()]
+    assert found == [(Way.START, 256), (None, 256)]
 
 
 def test_a_file_that_is_no_registry_is_refused(tmp_path: Path) -> None:
@@ -111,34 +121,20 @@ def test_a_file_that_is_no_registry_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_registry_of_another_version_is_refused_and_not_changed(tmp_path: Path) -> None:
-    path = tmp_path / "registry.db"
-    db = sqlite3.connect(path)
-    db.execute("PRAGMA user_version = 99")
-    db.close()
+    make_old(tmp_path / "registry.db", 99, "")
     with pytest.raises(HostLacks, match="version 99"):
-        Registry(path)
+        Registry(tmp_path / "registry.db")
 
 
 def test_a_registry_of_the_version_before_is_taken_over_with_what_is_in_it(tmp_path: Path) -> None:
     path = tmp_path / "registry.db"
-    db = sqlite3.connect(path)
-    db.executescript(database._FIRST)
-    db.execute(
-        "INSERT INTO sandboxes (id, snapshot_tag, state, created_at_unix, engine, isolation, agent_port,"
-        " memory_limit_mib, on_timeout, labels, metadata)"
-        " VALUES ('sb-0123456789', 'warm', 'running', 1, 'fake', 'none', 4000, 256, 'kill', '{}', '{}')"
-    )
-    db.execute("INSERT INTO workspaces VALUES ('w', 'ws-1', 'warm', 128, 1, 2)")
-    db.execute("PRAGMA user_version = 1")
-    db.commit()
-    db.close()
-    registry = Registry(path)
-    taken_over = registry.get_sandbox("sb-0123456789")
-    assert taken_over.limits == NO_LIMITS  # the one it had was never enforced
-    assert taken_over.way is Way.START  # there was no other
-    workspace = registry.find_workspace("w")
-    assert workspace == WorkspaceRow("w", "ws-1", TAG, Limits(memory_mib=128), 1.0, 2.0)
-    registry.close()
+    make_old(path, 1, stored._FIRST + "INSERT INTO workspaces VALUES ('w', 'ws-1', 'warm', 128, 1, 2)", "running")
+    with closing(Registry(path)) as registry:
+        taken_over = registry.get_sandbox("sb-0000000000")
+        assert taken_over.limits == NO_LIMITS  # the one it had was never enforced
+        assert taken_over.way is Way.START  # there was no other
+        workspace = registry.find_workspace("w")
+        assert workspace == WorkspaceRow("w", "ws-1", TAG, Limits(memory_mib=128), 1.0, 2.0)
     Registry(path).close()
 
 

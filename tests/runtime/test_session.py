@@ -1,7 +1,5 @@
 """One run and the directory it owns; what a killed run left is swept, and nothing else is touched."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -13,13 +11,13 @@ import pytest
 
 from forkd.errors import HostLacks
 from forkd.host.marked import render_environment
-from forkd.host.memory import start_time_ticks
-from forkd.runtime.session import session, sweep
+from forkd.host.system import start_time_ticks
+from forkd.runtime.runtime import session, sweep
 
 _HOLD = """
 import sys, time
 from pathlib import Path
-from forkd.runtime.session import session
+from forkd.runtime.runtime import session
 with session(Path(sys.argv[1])) as directory:
     print(directory, flush=True)
     time.sleep(60)

@@ -1,30 +1,26 @@
 """Templates of real VMs: they are made, forked and ended, and a child has nothing of their rehearsal."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
-import tempfile
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
+from runtime_cases import DEADLINE_S, evaluate, make, opened, tags, template_places, until, until_ready
 from support_daemon import served
-from template_cases import DEADLINE_S, make, tags, template_places, until, until_ready
+from support_images import made_home
 
 from forkd.engines.base import Engine, Way
 from forkd.errors import GuestDied
 from forkd.host.marked import find_marked
-from forkd.host.memory import start_time_ticks
 from forkd.host.paths import Home
+from forkd.host.system import start_time_ticks
 from forkd.image import Image
 from forkd.model.names import parse_tag
 from forkd.model.sandbox import SandboxSpec, State
-from forkd.runtime.engines import open_engine
-from forkd.runtime.fleet import Fleet, FleetOptions
-from forkd.runtime.templates import DEFAULT_POLICY, TemplatePolicy
+from forkd.runtime.doctor import open_engine
+from forkd.runtime.runtime import Runtime
+from forkd.runtime.templates import TemplatePolicy
 
 pytestmark = [pytest.mark.vm, pytest.mark.usefixtures("nothing_left")]
 
@@ -71,10 +67,10 @@ def processes():
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    opened = open_engine("qemu", outlive=True)
-    if (why := opened.why_no_live_forks()) is not None:
+    found = open_engine("qemu", outlive=True)
+    if (why := found.why_no_live_forks()) is not None:
         pytest.skip(f"no live forks: {why}")
-    return opened
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -82,17 +78,14 @@ def made(
     engine: Engine, python_image: Image, built_home: Home, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Home]:
     """A home with the snapshots `warm` and `hooked`, made once."""
-    root = tmp_path_factory.mktemp("templates")
-    (root / "images").symlink_to(built_home.images, target_is_directory=True)
-    with tempfile.TemporaryDirectory(prefix="fkd-", dir="/tmp") as runtime:
-        home = Home(root, Path(runtime))
 
-        async def prepare() -> None:
-            async with asyncio.timeout(DEADLINE_S), Fleet.opened(home, engine) as fleet:
-                await make(fleet, "warm", "x = 41", rehearsal="x + 1")
-                await make(fleet, "hooked", HOOKED, rehearsal="generator.random()")
+    async def prepare(home: Home) -> None:
+        async with asyncio.timeout(DEADLINE_S), Runtime.opened(home, engine) as runtime:
+            await make(runtime, "warm", "x = 41", rehearsal="x + 1")
+            await make(runtime, "hooked", HOOKED, rehearsal="generator.random()")
 
-        asyncio.run(prepare())
+    with made_home(tmp_path_factory.mktemp("templates"), built_home.images) as home:
+        asyncio.run(prepare(home))
         yield home
 
 
@@ -102,183 +95,140 @@ def home(made: Home) -> Iterator[Home]:
     assert find_marked(made.runtime) == {} and list(made.vms.iterdir()) == []
 
 
-def run(
-    home: Home,
-    engine: Engine,
-    work: Callable[[Fleet], Awaitable[None]],
-    policy: TemplatePolicy = DEFAULT_POLICY,
-) -> None:
-    async def inside() -> None:
-        options = FleetOptions(on_stop="kill", templates=policy)
-        async with asyncio.timeout(DEADLINE_S), Fleet.opened(home, engine, options) as fleet:
-            await work(fleet)
-
-    asyncio.run(inside())
-
-
-async def evaluate(fleet: Fleet, sandbox_id: str, code: str) -> Any:
-    async with fleet.use(sandbox_id) as live:
-        result = await live.agent.eval(code)
-        assert result.error is None, result.error
-        return result.value
+@pytest.fixture
+async def runtime(home: Home, engine: Engine) -> AsyncIterator[Runtime]:
+    async with opened(home, engine, make_warm=False) as runtime:
+        yield runtime
 
 
 def is_gone(pid: int) -> bool:
     return start_time_ticks(pid) is None
 
 
-def test_the_first_fork_is_started_and_the_next_ones_are_forked(home: Home, engine: Engine) -> None:
-    async def work(fleet: Fleet) -> None:
-        first = await fleet.spawn(SandboxSpec(TAG, n=2))
-        assert first.ways == (Way.START, Way.START)
-        view = await until_ready(fleet, "warm")
-        forks = await fleet.spawn(SandboxSpec(TAG, n=5))
-        assert forks.ways == (Way.FORK,) * 5
-        [after] = fleet.templates.views()
-        assert (after.pid, after.forks) == (view.pid, 5) and after.memory_bytes > 2**20
-        records = (*first.records, *forks.records)
-        for one in records:
-            assert await evaluate(fleet, one.id, "x += 1\nx") == 42
-            async with fleet.use(one.id) as live:
-                assert (await live.agent.run(["hostname"])).stdout.decode().strip() == one.id
-
-    run(home, engine, work)
+async def test_the_first_fork_is_started_and_the_next_ones_are_forked(runtime: Runtime) -> None:
+    first = await runtime.spawn(SandboxSpec(TAG, n=2))
+    assert first.ways == (Way.START, Way.START)
+    view = await until_ready(runtime, "warm")
+    forks = await runtime.spawn(SandboxSpec(TAG, n=5))
+    assert forks.ways == (Way.FORK,) * 5
+    [after] = runtime.templates.views()
+    assert (after.pid, after.forks) == (view.pid, 5) and after.memory_bytes > 2**20
+    records = (*first.records, *forks.records)
+    for one in records:
+        assert await evaluate(runtime, one.id, "x += 1\nx") == 42
+        async with runtime.sandboxes.use(one.id) as live:
+            assert (await live.agent.run(["hostname"])).stdout.decode().strip() == one.id
 
 
-def test_forks_differ_and_have_nothing_of_the_rehearsal(home: Home, engine: Engine) -> None:
-    async def work(fleet: Fleet) -> None:
-        started = (await fleet.spawn(OTHER)).records[0]
-        await fleet.warm("hooked")
-        spec = SandboxSpec(OTHER.snapshot_tag, n=4, env={"MINE": "1"})
-        forks = await fleet.spawn(spec)
-        assert set(forks.ways) == {Way.FORK}
-        drawn, looks = [], []
-        for record in forks.records:
-            assert await evaluate(fleet, record.id, "runs") == 3  # two rehearsals, and its own
-            drawn.append(await evaluate(fleet, record.id, "[drawn, generator.random(), os.urandom(8).hex()]"))
-            looks.append(await evaluate(fleet, record.id, LOOK))
-        for column in zip(*drawn, strict=True):
-            assert len(set(column)) == len(column), "siblings repeat each other"
-        assert await evaluate(fleet, started.id, "runs") == 1
-        seen = await evaluate(fleet, started.id, LOOK)
-        assert seen["files"][0] == [] and seen["zombies"] == []
-        for record, look in zip(forks.records, looks, strict=True):
-            assert look["hostname"] == record.id
-            assert look["environment"] == {**seen["environment"], "MINE": "1"}
-            for same in ("files", "processes", "zombies", "names"):
-                assert look[same] == seen[same], same
-            assert "rehearsal" not in repr(look)
-        assert len({look["machine-id"] for look in (*looks, seen)}) == len(looks) + 1
-        async with fleet.use(forks.records[0].id) as live:
-            found = await live.agent.run("grep -rlsE 'rehearsal-[01]' /etc /tmp /run /root /proc/sys/kernel")
-            assert found.stdout == b""
-
-    run(home, engine, work)
+async def test_forks_differ_and_have_nothing_of_the_rehearsal(runtime: Runtime) -> None:
+    started = (await runtime.spawn(OTHER)).records[0]
+    await runtime.snapshots.warm("hooked")
+    spec = SandboxSpec(OTHER.snapshot_tag, n=4, env={"MINE": "1"})
+    forks = await runtime.spawn(spec)
+    assert set(forks.ways) == {Way.FORK}
+    drawn, looks = [], []
+    for record in forks.records:
+        assert await evaluate(runtime, record.id, "runs") == 3  # two rehearsals, and its own
+        drawn.append(await evaluate(runtime, record.id, "[drawn, generator.random(), os.urandom(8).hex()]"))
+        looks.append(await evaluate(runtime, record.id, LOOK))
+    for column in zip(*drawn, strict=True):
+        assert len(set(column)) == len(column), "siblings repeat each other"
+    assert await evaluate(runtime, started.id, "runs") == 1
+    seen = await evaluate(runtime, started.id, LOOK)
+    assert seen["files"][0] == [] and seen["zombies"] == []
+    for record, look in zip(forks.records, looks, strict=True):
+        assert look["hostname"] == record.id
+        assert look["environment"] == {**seen["environment"], "MINE": "1"}
+        for same in ("files", "processes", "zombies", "names"):
+            assert look[same] == seen[same], same
+        assert "rehearsal" not in repr(look)
+    assert len({look["machine-id"] for look in (*looks, seen)}) == len(looks) + 1
+    async with runtime.sandboxes.use(forks.records[0].id) as live:
+        found = await live.agent.run("grep -rlsE 'rehearsal-[01]' /etc /tmp /run /root /proc/sys/kernel")
+        assert found.stdout == b""
 
 
-def test_a_template_ahead_and_the_oldest_goes_when_there_are_too_many(home: Home, engine: Engine) -> None:
-    async def work(fleet: Fleet) -> None:
-        warm = await fleet.warm("warm")
-        assert (await fleet.spawn(SPEC)).ways == (Way.FORK,)
-        hooked = await fleet.warm("hooked")
-        assert tags(fleet) == ["hooked"] and is_gone(warm.pid)
-        assert (await fleet.spawn(OTHER)).ways == (Way.FORK,)
-        assert (await fleet.spawn(SPEC)).ways == (Way.START,)
-        await until_ready(fleet, "warm")
-        assert tags(fleet) == ["warm"] and is_gone(hooked.pid)
+async def test_a_template_ahead_and_the_oldest_goes_when_there_are_too_many(home: Home, engine: Engine) -> None:
+    async with opened(home, engine, make_warm=False, templates=TemplatePolicy(count=1)) as runtime:
+        warm = await runtime.snapshots.warm("warm")
+        assert (await runtime.spawn(SPEC)).ways == (Way.FORK,)
+        hooked = await runtime.snapshots.warm("hooked")
+        assert tags(runtime) == ["hooked"] and is_gone(warm.pid)
+        assert (await runtime.spawn(OTHER)).ways == (Way.FORK,)
+        assert (await runtime.spawn(SPEC)).ways == (Way.START,)
+        await until_ready(runtime, "warm")
+        assert tags(runtime) == ["warm"] and is_gone(hooked.pid)
         assert len(template_places(home)) == 1
 
-    run(home, engine, work, TemplatePolicy(count=1))
+
+async def test_forks_outlive_their_template_and_it_ends_with_its_snapshot(runtime: Runtime, home: Home) -> None:
+    await make(runtime, "short", "y = 1")
+    short = SandboxSpec(parse_tag("short"))
+    view = await runtime.snapshots.warm("short")
+    (record,) = (await runtime.spawn(short)).records
+    await make(runtime, "short", "y = 2", replace=True)
+    await until(lambda: is_gone(view.pid), "the end of what was replaced")
+    spawned = await runtime.spawn(short)
+    assert spawned.ways == (Way.START,)
+    assert await evaluate(runtime, spawned.records[0].id, "y") == 2
+    view = await until_ready(runtime, "short")
+    await runtime.snapshots.remove("short")
+    assert is_gone(view.pid) and template_places(home) == []
+    assert record.way is Way.FORK and await evaluate(runtime, record.id, "y") == 1
 
 
-def test_forks_outlive_their_template_and_it_ends_with_its_snapshot(home: Home, engine: Engine) -> None:
-    async def work(fleet: Fleet) -> None:
-        await make(fleet, "short", "y = 1")
-        short = SandboxSpec(parse_tag("short"))
-        view = await fleet.warm("short")
-        (record,) = (await fleet.spawn(short)).records
-        await make(fleet, "short", "y = 2", replace=True)
-        await until(lambda: is_gone(view.pid), "the end of what was replaced")
-        spawned = await fleet.spawn(short)
-        assert spawned.ways == (Way.START,)
-        assert await evaluate(fleet, spawned.records[0].id, "y") == 2
-        view = await until_ready(fleet, "short")
-        await fleet.snapshots.remove("short")
-        assert is_gone(view.pid) and template_places(home) == []
-        assert record.way is Way.FORK and await evaluate(fleet, record.id, "y") == 1
-
-    run(home, engine, work)
+async def test_a_template_that_is_killed_is_noticed_and_made_again(runtime: Runtime, home: Home) -> None:
+    view = await runtime.snapshots.warm("warm")
+    (record,) = (await runtime.spawn(SPEC)).records
+    os.kill(view.pid, signal.SIGKILL)
+    await until(lambda: tags(runtime) == [], "its death")
+    assert (await runtime.spawn(SPEC)).ways == (Way.START,)
+    assert (await until_ready(runtime, "warm")).pid != view.pid
+    assert (await runtime.spawn(SPEC)).ways == (Way.FORK,)
+    assert len(template_places(home)) == 1
+    assert await evaluate(runtime, record.id, "x") == 41
 
 
-def test_a_template_that_is_killed_is_noticed_and_made_again(home: Home, engine: Engine) -> None:
-    async def work(fleet: Fleet) -> None:
-        view = await fleet.warm("warm")
-        (record,) = (await fleet.spawn(SPEC)).records
+async def test_a_template_that_is_killed_while_it_is_forked_costs_no_sandbox(runtime: Runtime) -> None:
+    for _ in range(3):
+        view = await runtime.snapshots.warm("warm")
+        spawning = asyncio.create_task(runtime.spawn(SandboxSpec(TAG, n=12)))
+        await until(lambda: any(each.forks >= 3 for each in runtime.templates.views()), "some forks")
         os.kill(view.pid, signal.SIGKILL)
-        await until(lambda: tags(fleet) == [], "its death")
-        assert (await fleet.spawn(SPEC)).ways == (Way.START,)
-        assert (await until_ready(fleet, "warm")).pid != view.pid
-        assert (await fleet.spawn(SPEC)).ways == (Way.FORK,)
-        assert len(template_places(home)) == 1
-        assert await evaluate(fleet, record.id, "x") == 41
-
-    run(home, engine, work)
+        spawned = await spawning
+        assert Way.FORK in spawned.ways
+        for record in spawned.records:
+            assert await evaluate(runtime, record.id, "x") == 41
+        await runtime.sandboxes.kill_all()
 
 
-def test_a_template_that_is_killed_while_it_is_forked_costs_no_sandbox(home: Home, engine: Engine) -> None:
-    async def work(fleet: Fleet) -> None:
-        for _ in range(3):
-            view = await fleet.warm("warm")
-            spawning = asyncio.create_task(fleet.spawn(SandboxSpec(TAG, n=12)))
-            await until(lambda: any(each.forks >= 3 for each in fleet.templates.views()), "some forks")
-            os.kill(view.pid, signal.SIGKILL)
-            spawned = await spawning
-            assert Way.FORK in spawned.ways
-            for record in spawned.records:
-                assert await evaluate(fleet, record.id, "x") == 41
-            await fleet.kill_all()
-
-    run(home, engine, work)
-
-
-def test_a_rehearsal_that_ends_the_guest_is_told_and_forks_are_started(
-    home: Home, engine: Engine, caplog: pytest.LogCaptureFixture
+async def test_a_rehearsal_that_ends_the_guest_is_told_and_forks_are_started(
+    runtime: Runtime, home: Home, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def work(fleet: Fleet) -> None:
-        await make(fleet, "deadly", "import time", rehearsal=POWER_OFF)
-        spec = SandboxSpec(parse_tag("deadly"))
-        assert (await fleet.spawn(spec)).ways == (Way.START,)
-        await until(lambda: fleet.templates.failed, "its failure")
-        assert (await fleet.spawn(spec)).ways == (Way.START,)
-        with pytest.raises(GuestDied, match="while it rehearsed"):
-            await fleet.warm("deadly")
-        assert template_places(home) == []
-        await fleet.kill_all()
-        await fleet.snapshots.remove("deadly")
-
-    run(home, engine, work)
+    await make(runtime, "deadly", "import time", rehearsal=POWER_OFF)
+    spec = SandboxSpec(parse_tag("deadly"))
+    assert (await runtime.spawn(spec)).ways == (Way.START,)
+    await until(lambda: runtime.templates.failed, "its failure")
+    assert (await runtime.spawn(spec)).ways == (Way.START,)
+    with pytest.raises(GuestDied, match="while it rehearsed"):
+        await runtime.snapshots.warm("deadly")
+    assert template_places(home) == []
+    await runtime.sandboxes.kill_all()
+    await runtime.snapshots.remove("deadly")
     assert "No template for snapshot deadly: The VM ended while it rehearsed" in caplog.text
 
 
-def test_no_template_is_left_by_a_daemon_that_stops_and_its_forks_are_adopted(home: Home, engine: Engine) -> None:
-    async def first() -> tuple[str, int]:
-        async with asyncio.timeout(DEADLINE_S), Fleet.opened(home, engine) as fleet:
-            view = await fleet.warm("warm")
-            (record,) = (await fleet.spawn(SPEC)).records
-            return record.id, view.pid
-
-    async def second(sandbox_id: str) -> None:
-        options = FleetOptions(on_stop="kill")
-        async with asyncio.timeout(DEADLINE_S), Fleet.opened(home, engine, options) as fleet:
-            adopted = fleet.get(sandbox_id)
-            assert (adopted.state, adopted.way) == (State.RUNNING, Way.FORK)
-            assert await evaluate(fleet, sandbox_id, "x") == 41
-            assert (await fleet.spawn(SPEC)).ways == (Way.START,)
-
-    sandbox_id, pid = asyncio.run(first())
-    assert is_gone(pid)
-    assert [path.name for path in home.vms.iterdir()] == [sandbox_id]
-    asyncio.run(second(sandbox_id))
+async def test_no_template_is_left_by_a_daemon_that_stops_and_its_forks_are_adopted(home: Home, engine: Engine) -> None:
+    async with asyncio.timeout(DEADLINE_S), Runtime.opened(home, engine) as runtime:
+        view = await runtime.snapshots.warm("warm")
+        (record,) = (await runtime.spawn(SPEC)).records
+    assert is_gone(view.pid)
+    assert [path.name for path in home.vms.iterdir()] == [record.id]
+    async with opened(home, engine, make_warm=False) as runtime:
+        adopted = runtime.sandboxes.get(record.id)
+        assert (adopted.state, adopted.way) == (State.RUNNING, Way.FORK)
+        assert await evaluate(runtime, record.id, "x") == 41
+        assert (await runtime.spawn(SPEC)).ways == (Way.START,)
 
 
 def test_a_template_dies_with_a_daemon_that_is_killed_and_the_next_one_sweeps_its_directory(home: Home) -> None:

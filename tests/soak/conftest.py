@@ -1,7 +1,5 @@
 """A daemon of its own for each test, that has to leave nothing behind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

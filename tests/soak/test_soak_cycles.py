@@ -1,20 +1,20 @@
-"""Sandboxes that come and go, by the hundred: no process, descriptor, socket, task, row or file stays."""
-
-from __future__ import annotations
+"""Sandboxes come and go, by the hundred: no process, descriptor, socket, task, row or file stays."""
 
 import asyncio
 
 import pytest
+from support_sizes import sized
 
-from bench.cycles import Cycles, CycleSpec, measure_cycles
 from bench.inventory import find_leaks, settle, take_inventory
+from bench.load import CycleSpec, measure_cycles
 from bench.served import TAG, Served
 
 # Of the daemon, over all cycles: what a leak of a few KiB in each would exceed.
 GROWTH_MIB = 16.0
 
 
-def check(cycles: Cycles, count: int) -> None:
+def check(daemon: Served, count: int) -> None:
+    cycles = asyncio.run(measure_cycles(daemon, CycleSpec(cycles=count, at_once=4)))
     assert cycles.answers.errors == []
     assert len(cycles.answers.took_ms) == count
     assert cycles.leaks == []
@@ -22,14 +22,14 @@ def check(cycles: Cycles, count: int) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_thousand_sandboxes_of_the_fake_engine_leave_nothing(fake_daemon: Served) -> None:
-    check(asyncio.run(measure_cycles(fake_daemon, CycleSpec(cycles=1000, at_once=4))), 1000)
+def test_sandboxes_of_the_fake_engine_leave_nothing(fake_daemon: Served) -> None:
+    check(fake_daemon, sized(100, full=1000))
 
 
 @pytest.mark.vm
 @pytest.mark.timeout(600)
-def test_a_hundred_virtual_machines_leave_nothing(vm_daemon: Served) -> None:
-    check(asyncio.run(measure_cycles(vm_daemon, CycleSpec(cycles=100, at_once=4))), 100)
+def test_virtual_machines_leave_nothing(vm_daemon: Served) -> None:
+    check(vm_daemon, sized(20, full=100))
 
 
 def test_a_sandbox_that_stays_is_seen_in_every_way_it_could_leak(fake_daemon: Served) -> None:
@@ -45,4 +45,4 @@ def test_a_sandbox_that_stays_is_seen_in_every_way_it_could_leak(fake_daemon: Se
         assert "row of sandboxes" in leaks
         assert f"file run/vms/{sandbox['id']}" in leaks
         rest.ask("DELETE", f"/v1/sandboxes/{sandbox['id']}")
-        assert settle(fake_daemon, before) == []
+        assert asyncio.run(settle(before, lambda: take_inventory(fake_daemon))) == []

@@ -1,7 +1,5 @@
 """What a snapshot says about itself."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import pytest
 
 from forkd.errors import SnapshotDamaged, SnapshotIncompatible
-from forkd.host.integrity import FileSum
+from forkd.host.files import FileSum
 from forkd.model.machine import MachineSpec
 from forkd.model.names import parse_tag
 from forkd.store.manifest import FORMAT, Manifest, find_image_id, parse_manifest, render_manifest
@@ -117,7 +115,7 @@ def test_another_format_is_incompatible_not_damaged(number: int) -> None:
 
 
 def test_the_manifest_of_another_tag_is_not_believed() -> None:
-    with pytest.raises(SnapshotDamaged, match="snapshot other is that of warm"):
+    with pytest.raises(SnapshotDamaged, match="snapshot other is for warm"):
         parse_manifest(render_manifest(MANIFEST), "other")
     with pytest.raises(SnapshotDamaged):
         parse_manifest(changed(tag="../warm"), "../warm")

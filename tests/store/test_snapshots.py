@@ -1,12 +1,11 @@
 """Snapshots on disk: complete or absent, held or removable, and one that is damaged spoils no other."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -90,19 +89,14 @@ def test_a_snapshot_is_there_when_its_block_is_over(store: SnapshotStore) -> Non
     assert entries(store) == ["a"]
 
 
-def test_a_block_that_fails_leaves_nothing(store: SnapshotStore) -> None:
-    with pytest.raises(ZeroDivisionError):
-        with store.created(A, replace_existing=False) as (staging, seal):
-            (staging / "memory").touch()
-            seal(manifest(A))
-            raise ZeroDivisionError
+def test_a_block_that_fails_or_seals_nothing_leaves_nothing(store: SnapshotStore) -> None:
+    with pytest.raises(ZeroDivisionError), store.created(A, replace_existing=False) as (staging, seal):
+        (staging / "memory").touch()
+        seal(manifest(A))
+        raise ZeroDivisionError
     assert entries(store) == []
-
-
-def test_a_block_without_a_seal_leaves_nothing(store: SnapshotStore) -> None:
-    with pytest.raises(AssertionError):
-        with store.created(A, replace_existing=False) as (staging, _):
-            (staging / "memory").touch()
+    with pytest.raises(AssertionError), store.created(A, replace_existing=False) as (staging, _):
+        (staging / "memory").touch()
     assert entries(store) == []
 
 
@@ -115,15 +109,16 @@ def test_a_tag_is_not_taken_twice(store: SnapshotStore) -> None:
     assert entries(store) == ["a"]
 
 
-@pytest.mark.parametrize("damage", ["no manifest", "a file", "a dangling link"])
-def test_a_tag_that_is_taken_by_wreckage_is_a_conflict_before_any_work(store: SnapshotStore, damage: str) -> None:
+@pytest.mark.parametrize(
+    "take",
+    [Path.mkdir, Path.touch, lambda path: path.symlink_to("nowhere")],
+    ids=["no manifest", "a file", "a dangling link"],
+)
+def test_a_tag_that_is_taken_by_wreckage_is_a_conflict_before_any_work(
+    store: SnapshotStore, take: Callable[[Path], None]
+) -> None:
     create(store, B)
-    if damage == "no manifest":
-        (store.root / "a").mkdir()
-    elif damage == "a file":
-        (store.root / "a").touch()
-    else:
-        (store.root / "a").symlink_to("nowhere")
+    take(store.root / "a")
     with pytest.raises(Conflict, match="exists already"):
         with store.created(A, replace_existing=False):
             pytest.fail("work was begun")
@@ -285,22 +280,23 @@ def test_entries_that_are_no_snapshots_are_left_alone(store: SnapshotStore) -> N
 
 @pytest.mark.parametrize("name", ["memory", "state"])
 @pytest.mark.parametrize(
-    ("harm", "said"), [("remove", "is missing"), ("truncate", "bytes instead of"), ("alter", "was altered")]
+    ("harm", "said"),
+    [
+        (Path.unlink, "is missing"),
+        (lambda path: os.truncate(path, 1), "bytes instead of"),
+        (lambda path: path.write_bytes(path.read_bytes()[::-1]), "was altered"),
+    ],
+    ids=["removed", "truncated", "altered"],
 )
 def test_a_damaged_file_is_named_when_the_snapshot_is_to_be_used(
-    store: SnapshotStore, name: str, harm: str, said: str
+    store: SnapshotStore, name: str, harm: Callable[[Path], object], said: str
 ) -> None:
     create(store, A)
     with store.held(A):
         pass  # verified and remembered: that must not hide what comes
     path = store.root / "a" / name
     path.chmod(0o600)
-    if harm == "remove":
-        path.unlink()
-    elif harm == "truncate":
-        os.truncate(path, 1)
-    else:
-        path.write_bytes(path.read_bytes()[::-1])
+    harm(path)
     with pytest.raises(SnapshotDamaged, match=f"The file {name} of snapshot a .*{said}") as caught:
         with store.held(A):
             pytest.fail("damaged, and handed out")
@@ -317,17 +313,13 @@ def test_images_are_in_use_by_damaged_snapshots_too(store: SnapshotStore) -> Non
     assert store.images_in_use() == {"1" * 32, "2" * 32}
 
 
-@pytest.mark.parametrize("damage", ["{", None])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("{")], ids=["no manifest", "half a one"])
 def test_where_an_image_may_be_in_use_unseen_nobody_is_told_that_it_is_not(
-    store: SnapshotStore, damage: str | None
+    store: SnapshotStore, damage: Callable[[Path], object]
 ) -> None:
     create(store, A)
     create(store, B)
-    path = store.root / "b/manifest.json"
-    if damage is None:
-        path.unlink()
-    else:
-        path.write_text(damage)
+    damage(store.root / "b/manifest.json")
     with pytest.raises(SnapshotDamaged, match="snapshot b") as caught:
         store.images_in_use()
     assert caught.value.hint is not None and "forkd snapshot rm b" in caught.value.hint

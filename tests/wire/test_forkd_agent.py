@@ -1,7 +1,5 @@
 """forkd's guest protocol, by value: what its clients send, and which keys each answer has."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

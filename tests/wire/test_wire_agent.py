@@ -1,7 +1,5 @@
 """The codec: what was encoded comes out, however it was cut and whatever came in between."""
 
-from __future__ import annotations
-
 import os
 from itertools import pairwise
 

@@ -1,6 +1,6 @@
-"""The fork contract, guest side: this clone becomes someone of its own, in one exchange, and shows what it did.
+"""The fork contract, guest side: this fork takes a new identity, in one exchange, and shows what it did.
 
-Every step leaves evidence under its name. The first that fails ends the exchange: the host kills what is not whole.
+Every step leaves evidence under its name. The first that fails ends the exchange, and the host kills the fork.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from forkd.wire.agent import (
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Callable, Dict, List
+    from typing import Dict, List
 
     from forkd.agent.interpreter import Interpreter
     from forkd.agent.loop import Loop, Timer
     from forkd.agent.platform import Platform
     from forkd.agent.port import Port
+    from forkd.agent.stream import Done
 
 _CLOCK_WAIT_S = 10.0
 _MAX_SCRIPTS = 64
@@ -49,7 +50,7 @@ class Becoming(Stream):
         platform: Platform,
         interpreter: Interpreter,
         env: Dict[str, str],
-        on_done: Callable[[int], None],
+        on_done: Done,
     ) -> None:
         super().__init__(number)
         self._fields, self._new_env = unpack_become(payload)
@@ -120,7 +121,7 @@ class Becoming(Stream):
     def _on_interpreter(self, flags: int, payload: bytes) -> None:
         if self._step != "interpreter":
             return
-        # Spliced in as it is: the host reads it as strictly as the rest.
+        # Taken over unread: the host checks it as strictly as the rest.
         self._steps.append('"interpreter":%s' % payload.decode("utf-8", "replace"))
         if flags & (FAILED | TIMED_OUT):
             self._finish()
@@ -171,7 +172,7 @@ class Becoming(Stream):
             os.killpg(self._script_pid, signal.SIGKILL)
 
     def _ask_clock(self) -> None:
-        """Last, when nothing can delay us any more between the answer and the step."""
+        """The last step, so that nothing delays us between the host's answer and setting the clock."""
         self._step = "clock"
         self._timer = self._loop.call_at(time.monotonic() + _CLOCK_WAIT_S, self._on_clock_late)
         self._asked_ns = time.monotonic_ns()
@@ -182,7 +183,7 @@ class Becoming(Stream):
             self._failed("the host did not answer")
 
     def _passed(self, evidence: str) -> None:
-        # Put together by hand: the encoder is cold code. A name that breaks the JSON breaks the contract.
+        # By hand, because the JSON encoder is cold code here. A name that breaks the JSON breaks the contract.
         self._steps.append('"%s":{"ok":true,%s}' % (self._step, evidence))
 
     def _failed(self, why: str) -> None:

@@ -10,28 +10,18 @@ import termios
 import time
 
 from forkd.agent.loop import READ
-from forkd.agent.outbox import Outbox
-from forkd.agent.source import Source
+from forkd.agent.pipes import Outbox, Source
 from forkd.agent.spawn import NotStarted, Plan, find_user, parse_report, spawn
 from forkd.agent.stream import Refused, Stream
-from forkd.wire.agent import (
-    FAIL,
-    GRANT_BYTES,
-    REPLY,
-    STARTED,
-    STDERR,
-    STDOUT,
-    WINDOW_BYTES,
-    encode_json,
-    encode_window,
-)
+from forkd.wire.agent import FAIL, GRANT_BYTES, REPLY, STARTED, STDERR, STDOUT, WINDOW_BYTES, encode_json, encode_window
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Callable, Dict, List
+    from typing import Any, Dict, List
 
     from forkd.agent.loop import Loop, Timer
     from forkd.agent.port import Port
+    from forkd.agent.stream import Done, Request
 
 _MAX_ARGUMENTS = 4096
 _TERMINAL_END_S = 0.5
@@ -40,13 +30,7 @@ _END_OF_INPUT = b"\x04"  # what a terminal takes for the end of its input
 
 class Command(Stream):
     def __init__(
-        self,
-        number: int,
-        request: Dict[str, Any],
-        loop: Loop,
-        port: Port,
-        base_env: Dict[str, str],
-        on_done: Callable[[int], None],
+        self, number: int, request: Request, loop: Loop, port: Port, base_env: Dict[str, str], on_done: Done
     ) -> None:
         super().__init__(number)
         self._loop = loop
@@ -79,10 +63,10 @@ class Command(Stream):
     def on_data(self, payload: bytes) -> None:
         self._allowed -= len(payload)
         if self._allowed < 0:
-            self._kill(signal.SIGKILL)  # not our host's code; nothing else would bound our memory
+            self._kill(signal.SIGKILL)  # our host does not send that; nothing else bounds our memory
             return
         if self._stdin is None or self._stdin.broken or self._closing_stdin:
-            self._grant(len(payload))  # nobody reads it: as if written
+            self._grant(len(payload))  # nobody reads it: treat it as written
             return
         written = self._stdin.send(payload)
         if not self._stdin.broken:
@@ -101,7 +85,7 @@ class Command(Stream):
         for source in self._sources:
             source.resume()
 
-    def on_control(self, request: Dict[str, Any]) -> None:
+    def on_control(self, request: Request) -> None:
         if "signal" in request:
             number = request["signal"]
             if isinstance(number, int) and 0 < number < signal.NSIG:
@@ -119,7 +103,7 @@ class Command(Stream):
 
     # Life of the program
 
-    def _launch(self, request: Dict[str, Any], base_env: Dict[str, str]) -> tuple[int, int]:
+    def _launch(self, request: Request, base_env: Dict[str, str]) -> tuple[int, int]:
         plan = parse_plan(request, base_env)
         theirs: List[int] = []
         try:
@@ -196,7 +180,7 @@ class Command(Stream):
         self._drain(list(self._sources))
 
     def _drain(self, sources: List[Source]) -> None:
-        """What the program wrote itself; not what its children, holding its pipes, may still write."""
+        """Only what the program wrote itself; its children may hold its pipes and write more."""
         if sources and self._terminal >= 0:
             self._drain_terminal(sources.pop())
         elif sources:
@@ -208,12 +192,12 @@ class Command(Stream):
             self._end()
 
     def _drain_terminal(self, source: Source) -> None:
-        """The kernel carries what was written to a terminal over a moment later, and counts it only then."""
+        """The kernel passes on what was written to a terminal a moment later, and counts it only then."""
 
         def give_up() -> None:
             source.drain_counted(lambda: self._drain([]))
 
-        # Nobody else holds the terminal, most often: then its end comes, right behind the last of its output.
+        # Mostly nobody else holds the terminal: then its end comes right after the last output.
         self._timer = self._loop.call_at(time.monotonic() + _TERMINAL_END_S, give_up)
         source.drain_to_end(lambda: self._drain([]))
 
@@ -239,7 +223,7 @@ class Command(Stream):
             self._close_stdin()
 
     def _on_stdin_broken(self) -> None:
-        """The program closed its input: what is still sent goes nowhere, as with a shell's pipe."""
+        """The program closed its input: what is still sent is dropped, as in a shell's pipe."""
         self._grant(WINDOW_BYTES - self._allowed - self._owed)
 
     def _grant(self, size: int) -> None:
@@ -262,7 +246,7 @@ class Command(Stream):
 
     def _kill(self, number: int, group: bool = True) -> None:
         if self._status is not None:
-            return  # reaped: the pid may be somebody else's
+            return  # reaped: the pid may mean another process
         try:
             # Before its exec the child may not have made its group yet; then there is only the child.
             if group and self._started:
@@ -285,7 +269,7 @@ class Command(Stream):
             self._port.send(encode_json(kind, self.number, answer))
 
 
-def parse_plan(request: Dict[str, Any], base_env: Dict[str, str]) -> Plan:
+def parse_plan(request: Request, base_env: Dict[str, str]) -> Plan:
     argv = request.get("argv")
     if "shell" in request:
         argv = ["/bin/sh", "-c", request["shell"]]
@@ -295,13 +279,13 @@ def parse_plan(request: Dict[str, Any], base_env: Dict[str, str]) -> Plan:
     cwd = request.get("cwd")
     texts = [*argv, *env, *env.values()] + ([] if cwd is None else [cwd])
     if not all(isinstance(text, str) and "\0" not in text for text in texts) or not argv[0]:
-        raise Refused("invalid", "Arguments, environment and directory must be texts without NUL")
+        raise Refused("invalid", "Arguments, environment and directory must be text without NUL")
     plan = Plan(argv, dict(base_env), (0, 0, 0))
     plan.cwd = cwd
     if request.get("user") is not None:
         plan.user = find_user(request["user"])
         if plan.user is None:
-            raise Refused("not_started", "There is no such user", "ENOENT")
+            raise Refused("not_started", "No such user", "ENOENT")
         plan.env.update(HOME=plan.user.home)
         if plan.user.name is not None:
             plan.env.update(USER=plan.user.name, LOGNAME=plan.user.name)
@@ -323,5 +307,5 @@ def render_exit(status: int, timed_out: bool) -> Dict[str, Any]:
 def _resize(terminal: int, size: Dict[str, Any]) -> None:
     rows, cols = size.get("rows"), size.get("cols")
     if not (isinstance(rows, int) and isinstance(cols, int) and 0 < rows < 10000 and 0 < cols < 10000):
-        raise Refused("invalid", "A terminal has 1 to 9999 rows and columns")
+        raise Refused("invalid", "rows and cols must be between 1 and 9999")
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, cols, 0, 0))

@@ -1,4 +1,4 @@
-"""Inside the warmed interpreter: user code in one lasting namespace, one request after the other.
+"""Inside the warmed interpreter: user code in one lasting namespace, one request after another.
 
 Runs in a process forked from the agent. What it imports beyond the agent's own modules is imported here, so that the
 agent stays small.
@@ -77,7 +77,7 @@ def _leave_agent(requests: int, answers: int, out: int, err: int) -> None:
     os.closerange(3, low)
     os.closerange(low + 1, high)
     os.closerange(high + 1, max(high + 1, 1024))
-    os.setsid()  # a signal to the agent's group is not meant for us, nor ours for the agent
+    os.setsid()  # signals to the agent's group must not reach us, nor ours the agent
 
 
 class Evaluator:
@@ -123,15 +123,15 @@ class Evaluator:
                     continue
                 flags, answer = self._handle(kind, whole)
                 if os.getpid() != self._pid:
-                    os._exit(0)  # user code forked, and its child came back up to here
+                    os._exit(0)  # user code forked, and its child returned to here
                 self._write(answers, encode_message(REPLY, stream, answer, flags))
 
     def evaluate(self, code: bytes) -> bytes:
-        """Run `code`; what it gave or raised, as JSON."""
+        """Run `code`; returns its value or exception as JSON."""
         try:
             return self._evaluate(code)
         except KeyboardInterrupt as error:
-            # It came in the instant between the end of user code and our saying so.
+            # It came between the end of user code and our note of that.
             self._running = False
             return self._render_error(error)
 
@@ -170,7 +170,7 @@ class Evaluator:
         return None if last is None else eval(last, self._namespace)
 
     def _compile(self, code: bytes) -> Compiled:
-        """Statements, and the expression at the end. Kept: forks often run what their parent was warmed with."""
+        """Statements, and the expression at the end. Cached: forks often run the code their parent was warmed with."""
         self._count += 1
         name = "<eval %d>" % self._count
         text = code.decode()
@@ -183,7 +183,7 @@ class Evaluator:
         return compiled
 
     def _compile_expression(self, text: str, name: str) -> Compiled | None:
-        """Most calls are one expression: the syntax tree then need not become Python objects and back."""
+        """Most calls are one expression: then we save turning the syntax tree into Python objects and back."""
         if not looks_like_expression(text):
             return None
         try:
@@ -200,7 +200,7 @@ class Evaluator:
         return body, compile(self._ast.Expression(last.value), name, "eval", 0, True)
 
     def _remember(self, name: str, code: str) -> None:
-        """Keep the source for tracebacks and inspect, the oldest go first."""
+        """Keep the source for tracebacks and inspect; the oldest is dropped first."""
         self._linecache.cache[name] = (len(code), None, code.splitlines(True), name)
         self._sources.append((name, len(code)))
         self._source_bytes += len(code)
@@ -210,7 +210,7 @@ class Evaluator:
             self._linecache.cache.pop(oldest, None)
 
     def _on_interrupt(self, _signal: int, _frame: object) -> None:
-        # A deadline may pass in the moment the code ends: then there is nothing left to interrupt.
+        # A deadline may pass just when the code ends: then there is nothing to interrupt.
         if self._running:
             raise KeyboardInterrupt
 
@@ -293,11 +293,11 @@ class Evaluator:
         return 0, ('{"ok":true,"hooks":%d,%s}' % (len(api._hooks), evidence)).encode()
 
     def _freeze(self) -> Tuple[int, bytes]:
-        # A rehearsal of what every fork does first: what it would set up lazily is set up here, once.
+        # Do once what every fork does first, so that lazy set-up happens here.
         try:
             self._reseed.reseed(os.urandom(64))
         except Exception:
-            pass  # then every fork will fail at it, and say so
+            pass  # then every fork will fail at it and report that
         _flush_output()
         gc.collect()
         gc.freeze()
@@ -352,7 +352,7 @@ def _enter_home() -> None:
 
 
 def _install_api() -> Any:
-    """The module user code gets from `import forkd`; on a host, where that is the SDK, lent to it."""
+    """The module user code gets from `import forkd`; on a host that is the SDK, which gets these functions too."""
     package = sys.modules["forkd"]
     if hasattr(package, "on_fork"):
         return package

@@ -12,8 +12,7 @@ import time
 
 from forkd.agent import evaluator
 from forkd.agent.loop import READ
-from forkd.agent.outbox import Outbox
-from forkd.agent.source import Source
+from forkd.agent.pipes import Outbox, Source
 from forkd.agent.stream import Stream
 from forkd.wire.agent import (
     EVAL,
@@ -197,7 +196,7 @@ class Interpreter:
         except BlockingIOError:
             return
         if not data:
-            # The process is gone or closed our pipe; either way it is of no more use, and SIGCHLD tells the rest.
+            # The process has ended or closed our pipe; we cannot use it any more, and SIGCHLD will follow.
             self._spoiled = True
             self._loop.unwatch(self._answers)
             _kill(self._pid, signal.SIGKILL)
@@ -213,7 +212,7 @@ class Interpreter:
                 if whole is not None:
                     self._on_message(kind, flags & FAILED, whole)
         except WireError:
-            # User code wrote into our pipe: what it says can no longer be told from what the evaluator says.
+            # User code wrote into our pipe: we can no longer tell its bytes from the evaluator's.
             self._spoiled = True
             self._loop.unwatch(self._answers)
             _kill(self._pid, signal.SIGKILL)
@@ -221,10 +220,10 @@ class Interpreter:
     def _on_message(self, kind: int, flags: int, payload: bytes) -> None:
         job = self._job
         if job is None or kind != REPLY or self._answer is not None:
-            raise WireError("An answer nobody asked for")
+            raise WireError("An answer without a request")
         self._answer = payload
         self._answer_flags = flags
-        # After this turn, when every pipe that has something to say has been read.
+        # After this turn, when every pipe with data has been read.
         self._loop.later.append(self._drain)
 
     def _drain(self) -> None:
@@ -271,7 +270,7 @@ class Interpreter:
 
 
 def render_death(status: int) -> bytes:
-    """The result of code that took its interpreter with it."""
+    """The result of code that ended its interpreter."""
     died: Dict[str, Any] = {"signal": None, "exit_code": None}
     if os.WIFSIGNALED(status):
         died["signal"] = os.WTERMSIG(status)

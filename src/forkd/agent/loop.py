@@ -56,7 +56,7 @@ class Loop:
         self._timers = [one for one in self._timers if one is not timer]
 
     def catch_children(self) -> None:
-        """Hear of ended children, orphans included, as an event."""
+        """Get an event for each child that ends, orphans included."""
         self._wake, write = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(write, False)

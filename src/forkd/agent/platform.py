@@ -67,7 +67,7 @@ class MachineIdFile:
         self._fresh = True
 
     def replace(self, machine_id: str) -> str:
-        # Once per preparation: later on, somebody may have put another file in its place.
+        # Once per preparation: user code may replace the file later.
         mapped, fresh, self._fresh = self._map, self._fresh, False
         if not fresh or mapped is None or len(machine_id) != _MACHINE_ID_BYTES - 1:
             return write_line(self._path, machine_id)
@@ -90,7 +90,7 @@ class Platform:
         self._random = -1
 
     def prepare(self) -> None:
-        """Before the freeze: find, open and map what a fork will need, so that it need not look anything up."""
+        """Before the freeze: find, open and map what a fork will need, so that it does not have to."""
         if self._random < 0:
             self._random = os.open("/dev/urandom", os.O_WRONLY | os.O_CLOEXEC)
         self._hostname_linked = link_hostname(self._hostname_file)
@@ -155,7 +155,7 @@ class Rehearsal(Platform):
 
 
 def link_hostname(path: str, target: str = "/proc/sys/kernel/hostname") -> bool:
-    """Let the file say what the kernel says: nothing to write in a fork. False when the file will not be replaced."""
+    """Link the file to the kernel's name, so that a fork need not write it. False when it cannot be replaced."""
     try:
         if os.path.islink(path) and os.readlink(path) == target:
             return True

@@ -1,13 +1,14 @@
-"""The byte stream to the host: a virtio-serial port, a vsock, or another socket when rehearsed on a host."""
+"""The byte stream to the host: a virtio-serial port, a vsock, or another socket when it runs on a host."""
 
 from __future__ import annotations
 
+import _socket
 import os
 import select
 import time
 
 from forkd.agent.loop import READ, WRITE
-from forkd.agent.outbox import HIGH_BYTES, Outbox
+from forkd.agent.pipes import HIGH_BYTES, Outbox
 from forkd.wire.agent import NOISE, Parser, WireError, encode_json
 
 TYPE_CHECKING = False
@@ -22,6 +23,9 @@ _PORTS = "/sys/class/virtio-ports"
 _PORT_WAIT_S = 30.0
 _PORT_RETRY_S = 0.02
 _READ_BYTES = 128 * 1024
+_PARAMETER = "forkd.agent"
+_MAX_VSOCK_PORT = 2**32 - 2  # the next one means any
+_BACKLOG = 8
 _HANGUP = select.EPOLLHUP | select.EPOLLERR
 
 
@@ -29,7 +33,7 @@ class Port(Outbox):
     """Frames in and out of the port. `on_frames` and `on_hangup` are set by the server."""
 
     def __init__(self, loop: Loop, fd: int | None = None) -> None:
-        """Without a descriptor it is broken until it gets one."""
+        """Without a descriptor it drops what is sent until it gets one."""
         super().__init__(loop, -1)
         self.broken = True
         self.on_frames: Callable[[Frames], None] = _ignore
@@ -100,7 +104,7 @@ class Port(Outbox):
         self.on_hangup()
 
     def _discard_input(self) -> None:
-        """What the host sent before it went: nobody waits for the answers, and the next client must not meet it."""
+        """Drop what the host sent before it left: the next client must not get the answers."""
         try:
             while os.read(self.fd, _READ_BYTES):
                 pass
@@ -130,7 +134,7 @@ class Port(Outbox):
 
 
 def open_virtio_port() -> int:
-    """The agent's port, waiting (bounded) for it to appear: it is probed while we start."""
+    """The agent's port; waits for it with a deadline, because the kernel probes it while we start."""
     deadline = time.monotonic() + _PORT_WAIT_S
     while True:
         device = _find_device()
@@ -167,3 +171,67 @@ def _ignore(_frames: Frames) -> None:
 
 def _nothing() -> None:
     pass
+
+
+class ListeningPort(Port):
+    """One client at a time; the next is accepted when it has left, as QEMU does. Takes over `listener`."""
+
+    def __init__(self, loop: Loop, listener: int) -> None:
+        super().__init__(loop)
+        os.set_inheritable(listener, False)
+        os.set_blocking(listener, False)
+        self._listener = _socket.socket(fileno=listener)
+        self._await_client()
+
+    def _await_client(self) -> None:
+        self._loop.watch(self._listener.fileno(), READ, self._on_client)
+
+    def _on_client(self, _events: int) -> None:
+        try:
+            fd, address = self._listener._accept()  # type: ignore[attr-defined]
+        except (BlockingIOError, ConnectionError):
+            return  # the client has left again
+        if not is_host(address):
+            os.close(fd)
+            return
+        self._loop.unwatch(self._listener.fileno())
+        self._attach(fd)
+
+    def _hang_up(self) -> None:
+        super()._hang_up()
+        self._loop.unwatch(self.fd)
+        os.close(self.fd)
+        self.fd = -1
+        self._await_client()
+
+
+def is_host(address: object) -> bool:
+    """On a vsock only the host may connect: with a loopback transport any user of the guest could."""
+    return not isinstance(address, tuple) or address[0] == _socket.VMADDR_CID_HOST
+
+
+def parse_vsock_port(cmdline: str) -> int | None:
+    """From `forkd.agent=vsock:<port>` on the kernel's command line; None without it."""
+    found = None
+    for word in cmdline.split():
+        name, _, value = word.partition("=")
+        if name == _PARAMETER:
+            kind, _, port = value.partition(":")
+            if kind != "vsock" or not port.isdecimal() or int(port) > _MAX_VSOCK_PORT:
+                raise SystemExit("forkd agent: %s is not %s=vsock:<port>" % (word, _PARAMETER))
+            found = int(port)
+    return found
+
+
+def open_vsock(port: int) -> int:
+    """A listener on any address of ours: it may be another one after a fork."""
+    listener = None
+    try:
+        listener = _socket.socket(_socket.AF_VSOCK, _socket.SOCK_STREAM)
+        listener.bind((_socket.VMADDR_CID_ANY, port))
+        listener.listen(_BACKLOG)
+        return listener.detach()
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise SystemExit("forkd agent: cannot listen on vsock port %d: %s" % (port, error)) from None

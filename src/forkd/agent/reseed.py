@@ -1,7 +1,7 @@
 """New randomness for everything in this interpreter that generates it and is already loaded.
 
-Imported in the interpreter only. Nothing is imported for the sake of reseeding it: what is not loaded will seed
-itself from the kernel, which has been reseeded before us.
+Imported in the interpreter only. We import nothing in order to reseed it: a module that is not loaded yet seeds itself
+from the kernel, which was reseeded before.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _DOUBLES = Struct("dd")
 
 
 def reseed(host_entropy: bytes) -> str:
-    """Reseed all there is, from the host's entropy and the kernel's; fingerprints of what they now give, as JSON.
+    """Reseed all generators from the host's entropy and the kernel's; returns fingerprints of their output, as JSON.
 
-    The first thing a fresh fork does, and under emulation every new piece of code costs it: hence the plain ways.
+    A fresh fork does this first, and under emulation every new piece of code costs time: hence the plain code.
     """
     kernel_entropy = os.urandom(48)
     secret = host_entropy + kernel_entropy[16:]
@@ -45,7 +45,7 @@ def _reseed_numpy(secret: bytes) -> str:
     module: Any = sys.modules.get("numpy.random")
     if module is None:
         return "null"
-    # Python's generator is the same Mersenne twister: its seeding is warm by now, numpy's own would be a long cold way.
+    # Python's generator is the same Mersenne twister, and its seeding is warm by now; numpy's own is cold code.
     twister = random.Random(int.from_bytes(_derive(b"numpy", secret), "big"))
     key = twister.getstate()[1]
     module.set_state(("MT19937", key[:-1], key[-1]))

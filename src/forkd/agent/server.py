@@ -1,4 +1,4 @@
-"""Requests of the host to whoever answers them; sessions and streams."""
+"""Takes the host's requests and passes each to the part that answers it; keeps sessions and streams."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from forkd.agent import files
 from forkd.agent.become import Becoming
 from forkd.agent.command import Command
 from forkd.agent.evaluator import FROZEN
+from forkd.agent.files import Reading, Writing
 from forkd.agent.interpreter import Interpreter, Job
 from forkd.agent.loop import complain
 from forkd.agent.stream import Refused
-from forkd.agent.transfer import Reading, Writing
 from forkd.wire.agent import (
     BECOME,
     CALL,
@@ -175,7 +175,7 @@ class Server:
             return
         call = self._calls.get(name)
         if call is None:
-            raise Refused("invalid", "There is no such operation")
+            raise Refused("invalid", "Unknown operation")
         call(stream, request)
 
     def _on_exec(self, stream: int, payload: bytes) -> None:
@@ -199,7 +199,7 @@ class Server:
         self._open(stream, becoming)
         becoming.start()
 
-    # Inside streams. A stream we do not know has just ended: both sides may notice at their own time.
+    # Inside streams. A stream we do not know has just ended: the host may not have noticed yet.
 
     def _on_data(self, stream: int, payload: bytes) -> None:
         found = self._streams.get(stream)
@@ -278,10 +278,10 @@ class Server:
         self._reply(stream, self._describe())
 
     def _set_clock(self, stream: int, request: Dict[str, Any]) -> None:
-        """After a pause, during which the host's clock went on and ours did not."""
+        """After a pause, during which our clock stood still."""
         unix_ns = request.get("unix_ns")
         if type(unix_ns) is not int or not 0 < unix_ns < 1 << 63:
-            raise Refused("invalid", "That is no time")
+            raise Refused("invalid", "unix_ns must be between 1 and 2**63 - 1")
         self._reply(stream, {"realtime_ns": self._platform.set_clock(unix_ns)})
 
     def _describe(self) -> Dict[str, Any]:
@@ -306,7 +306,7 @@ class Server:
         self._streams[stream] = Writing(stream, request, self._port, self._close)
 
     def _prepare_freeze(self, stream: int, _request: Dict[str, Any]) -> None:
-        """Answers when nothing of ours is under way, and what a fork needs first is at hand."""
+        """Answers when the interpreter is idle and what a fork needs first is prepared."""
 
         def done(_flags: int, answer: bytes) -> None:
             self._close(stream)

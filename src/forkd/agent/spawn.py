@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from typing import Dict, List, NoReturn, Tuple
 
 _NOT_STARTED = 127
-# What the agent, or Python for it, ignores or handles.
+# The agent, or Python for it, ignores or handles these.
 _DEFAULT_SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ)
 
 
 class Plan:
-    """What to start, and as whom. `fds` become 0, 1 and 2."""
+    """What to start, and as which user. `fds` become 0, 1 and 2."""
 
     def __init__(self, argv: List[str], env: Dict[str, str], fds: Tuple[int, int, int]) -> None:
         self.argv = argv
@@ -35,7 +35,7 @@ class Plan:
 
 
 class User:
-    """Somebody to run as. A number without an entry in passwd is legal."""
+    """To run as. A number without an entry in passwd is allowed."""
 
     def __init__(self, uid: int, gid: int, name: str | None, home: str) -> None:
         self.uid = uid
@@ -74,7 +74,7 @@ def spawn(plan: Plan) -> Tuple[int, int]:
 
 
 def find_program(name: str, search: str) -> str:
-    """Where exec would find it; a name that is nowhere stays as it is, for the kernel to refuse."""
+    """Where exec would find it; the kernel refuses the path that stands for a name not found."""
     if "/" in name:
         return name
     for directory in search.split(":"):
@@ -87,7 +87,7 @@ def find_program(name: str, search: str) -> str:
 def _spawn_plain(plan: Plan) -> int:
     stage = "cwd"
     try:
-        # Ours for a moment: nothing else of the agent depends on it.
+        # We change our own directory for a moment: nothing else depends on it.
         _enter(plan)
         stage = "exec"
         return os.posix_spawn(

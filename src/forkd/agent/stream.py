@@ -6,11 +6,14 @@ from forkd.wire.agent import WINDOW_BYTES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Dict
+    from typing import Any, Callable, Dict
+
+    Request = Dict[str, Any]
+    Done = Callable[[int], None]
 
 
 class Stream:
-    """What the server may tell a stream; each kind overrides what means something to it."""
+    """The events of a stream; each kind overrides those it needs."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -25,17 +28,17 @@ class Stream:
     def on_window(self, grant: int) -> None:
         self.credit += grant
 
-    def on_control(self, request: Dict[str, Any]) -> None:
+    def on_control(self, request: Request) -> None:
         pass
 
     def on_clock(self, unix_ns: int) -> None:
         pass
 
     def on_cancel(self) -> None:
-        """Nobody listens any more: end, without an answer."""
+        """Nobody waits for the answer any more: end without one."""
 
     def on_detach(self) -> None:
-        """This machine was forked: the host of the stream is somebody else's host. By default the same as its end."""
+        """This machine was forked, and the stream belongs to the source. By default the same as `on_cancel`."""
         self.on_cancel()
 
 

@@ -15,38 +15,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from forkd.cli.reach import Address
+from forkd.cli.connect import Address
 from forkd.errors import Conflict, EngineFailed, ForkdError, HostLacks, Unreachable
 from forkd.host.paths import DAEMON_LOCK, Home, find_home
 
 if TYPE_CHECKING:
-    from forkd.client.controller import Controller
+    from forkd.client import Controller
 
 LOG_NAME = "daemon.log"
-# Recovery of many sandboxes and the proof that KVM works take seconds on a busy machine.
+# On a busy machine it takes seconds to recover many sandboxes and to prove that KVM works.
 START_DEADLINE_S = 60.0
 # The daemon drains its requests for up to 30 s.
 STOP_DEADLINE_S = 60.0
 _POLL_S = 0.02
-# A conflict: another daemon has this home and will be ready soon. It says who it is this soon; else it was a conflict
-# about something else, such as the TCP port.
+# After a conflict: when another daemon has this home, it has written its lock by then; else the conflict was about
+# something else, such as the TCP port.
 _BEATEN_S = 1.0
 _LOG_LINES = 15
 _LOG_KEPT_BYTES = 1 << 20
-# Ways to another daemon, and what belongs to whoever started us.
+# Addresses of another daemon, and what belongs to the process that started us.
 _NOT_FOR_IT = ("FORKD_URL", "FORKD_TOKEN", "FORKD_TARGET", "NOTIFY_SOCKET")
-# Settings that name files: relative to where the user stands, which is not where the daemon will.
+# Settings that name files, relative to the user's directory; the daemon runs in another.
 _PATHS = ("FORKD_CONFIG", "FORKD_TLS_CERT", "FORKD_TLS_KEY", "FORKD_TOKEN_FILE", "FORKD_AUDIT_LOG")
 
 
 @dataclass(frozen=True)
 class Started:
     pid: int
-    own: bool  # False: somebody else's, started at the same time, was first
+    own: bool  # False: another daemon, started at the same time, was first
 
 
 def start_daemon(controller: Controller, address: Address, *, idle_exit_s: int) -> Started:
-    """Returns when the daemon at this address is ready, whoever started it."""
+    """Returns when a daemon at this address is ready: this one, or one that was started at the same time."""
     home = find_home()
     log = home.root / LOG_NAME
     try:
@@ -55,7 +55,7 @@ def start_daemon(controller: Controller, address: Address, *, idle_exit_s: int) 
         process = _spawn(render_command(address, idle_exit_s), render_environment(os.environ, home), log)
     except OSError as error:
         raise HostLacks(
-            f"{log} cannot be written: {error.strerror}", hint="Set FORKD_HOME to a directory of yours"
+            f"{log} cannot be written: {error.strerror}", hint="Set FORKD_HOME to a directory that you can write to"
         ) from error
     deadline = time.monotonic() + START_DEADLINE_S
     lost_at = math.inf
@@ -71,12 +71,12 @@ def start_daemon(controller: Controller, address: Address, *, idle_exit_s: int) 
         time.sleep(_POLL_S)
     pid = controller.version()["pid"]
     if pid != process.pid and process.poll() is None:
-        process.terminate()  # ours is about to find out; should the other end first, nobody would know of it
+        process.terminate()  # it is about to give up; if the other daemon ended first, this one would stay unnoticed
     return Started(pid, own=pid == process.pid)
 
 
 def is_owned(home: Home) -> bool:
-    """Whether a process that still runs says it has this home or its runtime directory."""
+    """Whether a process that still runs holds this home or its runtime directory."""
     for directory in (home.root, home.runtime):
         try:
             os.kill(int((directory / DAEMON_LOCK).read_text()), 0)
@@ -89,13 +89,13 @@ def is_owned(home: Home) -> bool:
 
 
 def render_command(address: Address, idle_exit_s: int) -> list[str]:
-    """`serve`, listening where its starter will look for it, whatever its settings file says."""
+    """`serve`, listening where we will look for it, whatever its settings file says."""
     command = [sys.executable, "-m", "forkd.cli.main", "serve", "--idle-exit-secs", str(idle_exit_s)]
     return command if address.socket is None else [*command, "--socket", str(address.socket)]
 
 
 def render_environment(environ: Mapping[str, str], home: Home) -> dict[str, str]:
-    """Ours, with paths that mean the same from another directory."""
+    """Our environment, with absolute paths: the daemon runs in another directory."""
     kept = {name: value for name, value in environ.items() if name not in _NOT_FOR_IT}
     for name in _PATHS:
         if kept.get(name) and kept[name] != "none":
@@ -104,7 +104,7 @@ def render_environment(environ: Mapping[str, str], home: Home) -> dict[str, str]
 
 
 def stop_daemon(pid: int) -> None:
-    """SIGTERM, and wait until it is gone. Fine when it is gone already."""
+    """Sends SIGTERM and waits until it is gone. It may be gone already."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -117,7 +117,7 @@ def stop_daemon(pid: int) -> None:
         if not waiting.poll(STOP_DEADLINE_S * 1000):
             raise EngineFailed(
                 f"The daemon (pid {pid}) did not end within {STOP_DEADLINE_S:.0f} s of SIGTERM",
-                hint=f"End it with: kill -9 {pid}. Sandboxes go on, and the next daemon takes them over",
+                hint=f"End it with: kill -9 {pid}. Sandboxes keep running, and the next daemon takes them over",
             )
     except PermissionError:
         raise HostLacks(
@@ -144,7 +144,7 @@ def _spawn(command: list[str], environ: dict[str, str], log: Path) -> subprocess
 
 
 def _rotate(log: Path) -> int:
-    """Where the new daemon's lines will begin. A log that has grown is set aside; there is one older one."""
+    """Where the new daemon's lines will begin. A log that has grown is renamed; one old log is kept."""
     try:
         size = log.stat().st_size
     except FileNotFoundError:
@@ -165,8 +165,8 @@ def _is_ready(controller: Controller) -> bool:
 def _died(pid: int, status: int, log: Path, begun_at: int) -> ForkdError:
     how = f"exited with {status}" if status >= 0 else f"was killed by signal {-status}"
     return HostLacks(
-        f"A daemon was started (pid {pid}), and {how}",
-        hint="Its last lines say why; in the foreground: forkd serve",
+        f"The daemon that was started (pid {pid}) {how}",
+        hint="Its last lines say why. To run it in the foreground: forkd serve",
         details=read_tail(log, begun_at),
     )
 
@@ -180,7 +180,7 @@ def _not_ready(process: subprocess.Popen[bytes], log: Path, begun_at: int) -> Fo
 
 
 def read_tail(log: Path, begun_at: int) -> str | None:
-    """The last lines it wrote since then."""
+    """The last lines after this position."""
     try:
         with log.open("rb") as file:
             file.seek(max(begun_at, log.stat().st_size - (64 << 10)))

@@ -8,22 +8,18 @@ import sys
 from pathlib import Path
 
 import forkd
-from forkd.cli.nouns import Nouns
 from forkd.errors import HostLacks
 
 
-def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
-    about = "measure forkd on this machine"
-    description = "Measure forkd on this machine. It takes minutes and needs a checkout of forkd's repository."
-    parser = nouns.add_parser("bench", help=about, description=description)
-    parser.add_argument("--rounds", type=int, metavar="N", help="how often to measure all (default 10)")
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measure forkd on this machine. It takes minutes and needs a checkout of forkd's repository."
+    parser.add_argument("--rounds", type=int, metavar="N", help="how many times to measure everything (default 10)")
     parser.add_argument("-n", type=int, nargs="+", metavar="N", help="children to fork (default 1 10 100)")
     parser.add_argument("--only", action="append", metavar="PART", help="a part to measure; may be repeated")
-    parser.add_argument("--engine", help="default: what doctor chooses")
-    parser.set_defaults(func=run)
+    parser.add_argument("--engine", help="the engine (default: the one that forkd doctor chooses)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_bench(args: argparse.Namespace) -> int:
     root = find_checkout(Path(forkd.__file__))
     if root is None:
         raise HostLacks(
@@ -32,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
         )
     command = [sys.executable, "-m", "bench", *render_options(args)]
     sys.stdout.flush()
-    # It writes to its own places below the checkout, and handles its own signals.
+    # It writes below the checkout, and handles its own signals.
     os.chdir(root)
     os.execv(sys.executable, command)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
+from forkd.cli.arguments import add_json
+from forkd.cli.output import show
 from forkd.errors import HostLacks
 from forkd.host.finding import Status
 from forkd.runtime.doctor import Diagnosis, diagnose
@@ -15,18 +16,13 @@ _WIDTH = 100
 _COLOURS = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red", Status.INFO: "dim"}
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("doctor", help="check this machine and say which engine will run")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(func=run)
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    add_json(parser, "print one JSON object")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_doctor(args: argparse.Namespace) -> int:
     diagnosis = diagnose()
-    if args.json:
-        print(json.dumps(render_json(diagnosis), indent=2))
-    else:
-        _print_report(diagnosis)
+    show(args, render_json(diagnosis), lambda _: _print_report(diagnosis))
     return 0 if diagnosis.ok else HostLacks.exit_code
 
 

@@ -7,54 +7,39 @@ import json
 import sys
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from forkd.cli.nouns import Nouns
-from forkd.cli.plain import render_plain
-from forkd.cli.reach import add_daemon_options, connect
-from forkd.cli.sandbox_ids import resolve
-from forkd.cli.tables import print_json
+from forkd.cli.arguments import add_daemon_options
+from forkd.cli.connect import connect
+from forkd.cli.output import render_plain, show
+from forkd.cli.sandboxes import resolve
 from forkd.wire.api import Event
-
-if TYPE_CHECKING:
-    from forkd.client.controller import Controller
 
 _LIMIT = 1000
 
 
-def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
-    parser = nouns.add_parser("events", help="show what happened", description="Show what happened, oldest first.")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with what happens; without --since from now")
+def add_events(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Show what happened, oldest first."
+    parser.add_argument("-f", "--follow", action="store_true", help="wait for more; without --since only new ones")
     parser.add_argument("--since", type=int, metavar="ID", help="only events after this one")
     parser.add_argument("--type", metavar="TYPE", help="only this type, such as sandbox.dead")
     parser.add_argument("--sandbox", metavar="SANDBOX", help="only those of this sandbox")
     parser.add_argument(
         "-n", "--limit", type=int, default=_LIMIT, metavar="N", help=f"at most so many (default {_LIMIT})"
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON array; with --follow one object per line")
-    add_daemon_options(parser)
-    parser.set_defaults(func=run)
+    add_daemon_options(parser, json="print a JSON array; with --follow one object per line")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_events(args: argparse.Namespace) -> int:
     with connect(args) as controller:
         sandbox_id = resolve(controller, args.sandbox) if args.sandbox else None
         if args.follow:
             _print_each(controller.events(since=args.since, type=args.type, sandbox_id=sandbox_id), args.json)
             return 0
-        found = _list(controller, args, sandbox_id)
-    if args.json:
-        print_json(found)
-    else:
-        _print_each(found, as_json=False)
-    return 0
+        found = controller.list_events(since=args.since or 0, type=args.type, sandbox_id=sandbox_id, limit=args.limit)
+    return show(args, found, _print_each)
 
 
-def _list(controller: Controller, args: argparse.Namespace, sandbox_id: str | None) -> list[Event]:
-    return controller.list_events(since=args.since or 0, type=args.type, sandbox_id=sandbox_id, limit=args.limit)
-
-
-def _print_each(events: Iterable[Event], as_json: bool) -> None:
+def _print_each(events: Iterable[Event], as_json: bool = False) -> None:
     for event in events:
         print(json.dumps(event) if as_json else render_event(event))
         sys.stdout.flush()

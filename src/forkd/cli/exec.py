@@ -1,63 +1,46 @@
-"""`forkd exec` and `forkd shell`: a command in a sandbox, its output as it comes, its exit code as ours."""
+"""`forkd exec`, `shell`, `eval`: a command or Python in a sandbox, its output as it comes, its exit code as ours."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Iterable
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from forkd.cli.nouns import Nouns
-from forkd.cli.output import show_output
-from forkd.cli.pairs import parse_environment
-from forkd.cli.reach import add_daemon_options, connect
-from forkd.cli.sandbox_ids import add_sandbox, resolve
-from forkd.cli.tables import print_json
+from forkd.cli.arguments import add_daemon_options, add_pairs, parse_environment
+from forkd.cli.connect import connect
+from forkd.cli.output import note, print_json, render_plain
+from forkd.cli.sandboxes import add_sandbox, resolve
 from forkd.errors import CommandNotStarted, GuestTimeout, InvalidInput
 
 if TYPE_CHECKING:
-    from forkd.client.controller import Controller
-    from forkd.client.stream import StreamEvent
+    from forkd.client import Controller, StreamEvent
 
-# The most the daemon takes. A command of one's own may run for as long as one waits for it.
+# The longest the daemon allows.
 _MAX_TIMEOUT_S = 86400.0
 _SHELL = "if command -v bash >/dev/null; then exec bash -l; fi; exec sh -l"
 _SIGNALLED = 128
 _FORM = "Write: forkd exec SANDBOX -- COMMAND"
+_MAX_CODE_BYTES = 1 << 20
 
 
-def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
-    parser = nouns.add_parser(
-        "exec",
-        help="run a command in a sandbox",
-        description="Run a command in a sandbox. Exits with its code, or 128 and the number of the signal it died of.",
-        usage="forkd exec [OPTION ...] SANDBOX [OPTION ...] [--] COMMAND ...",
-    )
+def add_exec(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Run a command in a sandbox. Exits with its exit code, or 128 + N when signal N ended it."
+    parser.usage = "forkd exec [OPTION ...] SANDBOX [OPTION ...] [--] COMMAND ..."
     _add_options(parser)
     # One argument for all: argparse would take a `--` behind the sandbox for its own.
     parser.add_argument(
-        "words", nargs=argparse.REMAINDER, metavar="SANDBOX", help="id, or the beginning of one; then the command"
+        "words", nargs=argparse.REMAINDER, metavar="SANDBOX", help="an id, or the beginning of one; then the command"
     )
-    parser.set_defaults(func=run)
 
 
-def add_shell(nouns: Nouns[argparse.ArgumentParser]) -> None:
-    about = "open a shell in a sandbox"
-    parser = nouns.add_parser("shell", help=about, description="Open a shell in a sandbox: bash, or sh.")
-    add_sandbox(parser)
-    _add_place(parser)
-    add_daemon_options(parser)
-    parser.set_defaults(func=run_shell, json=False)
-
-
-def run(args: argparse.Namespace) -> int:
+def run_exec(args: argparse.Namespace) -> int:
     parse_rest(args)
     if args.json and (args.interactive or args.tty):
         raise InvalidInput(
-            "--json gives the whole output at the end; it goes with neither -i nor -t", hint="Leave --json out"
+            "--json prints the whole output at the end, and cannot be combined with -i or -t", hint="Leave --json out"
         )
     with connect(args) as controller:
         sandbox_id = resolve(controller, args.sandbox)
@@ -72,10 +55,18 @@ def run(args: argparse.Namespace) -> int:
             raise
 
 
+def add_shell(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Open a shell in a sandbox: bash, or sh."
+    add_sandbox(parser)
+    _add_place(parser)
+    add_daemon_options(parser, json=None)
+
+
 def run_shell(args: argparse.Namespace) -> int:
     if not sys.stdin.isatty():
         raise InvalidInput(
-            "A shell needs a terminal, and standard input is none", hint="To feed one: forkd exec -i SANDBOX -- sh"
+            "A shell needs a terminal, and standard input is not one",
+            hint="To pipe commands into a shell: forkd exec -i SANDBOX -- sh",
         )
     args.command, args.interactive, args.tty, args.timeout = ["/bin/sh", "-c", _SHELL], True, True, None
     with connect(args) as controller:
@@ -115,15 +106,14 @@ def _run_streamed(controller: Controller, sandbox_id: str, args: argparse.Namesp
 
 
 def _run_attached(controller: Controller, sandbox_id: str, args: argparse.Namespace) -> int:
-    from forkd.cli.terminal import attached
+    from forkd.cli.terminal import attached, read_size
 
     if args.tty and args.interactive and not sys.stdin.isatty():
-        raise InvalidInput("-t is for a terminal, and standard input is none", hint="Leave -t out")
+        raise InvalidInput("-t needs a terminal, and standard input is not one", hint="Leave -t out")
     place = _place(args)
     size = None
     if args.tty:
-        columns, rows = shutil.get_terminal_size()
-        size = (rows, columns)
+        size = read_size()
         place["env"] = {"TERM": os.environ.get("TERM", "xterm"), **place["env"]}
 
     def start() -> int:
@@ -140,15 +130,28 @@ def _run_attached(controller: Controller, sandbox_id: str, args: argparse.Namesp
 def copy_output(events: Iterable[StreamEvent], timeout_s: float | None) -> int:
     """To our own standard output and error, as it comes; returns what to exit with."""
     for event in events:
-        if not show_output(event) and event.kind == "exit":
+        if not _show_output(event) and event.kind == "exit":
             return read_exit(event.body, timeout_s)
     raise AssertionError("a stream ends with an exit, or raises")
+
+
+def _show_output(event: StreamEvent) -> bool:
+    """Prints output, or a note on output that was lost. False: it is another kind of event."""
+    if event.kind in ("stdout", "stderr"):
+        output = sys.stdout.buffer if event.kind == "stdout" else sys.stderr.buffer
+        output.write(event.data)
+        output.flush()
+        return True
+    if event.kind == "gap":
+        note(f"forkd: {event.body.get('bytes')} bytes of output came too fast and are lost")
+        return True
+    return False
 
 
 def read_exit(body: dict[str, Any], timeout_s: float | None) -> int:
     if body.get("timed_out"):
         limit = f" {timeout_s:g} s" if timeout_s else " its time"
-        raise GuestTimeout(f"The command did not end within{limit} and was killed", hint="Give it more with --timeout")
+        raise GuestTimeout(f"The command did not end within{limit} and was killed", hint="Allow more with --timeout")
     if body.get("signal"):
         return _SIGNALLED + int(body["signal"])
     code = int(body.get("exit_code") or 0)
@@ -163,16 +166,59 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-i", "--interactive", action="store_true", help="pass standard input on")
     parser.add_argument("-t", "--tty", action="store_true", help="give it a terminal")
     parser.add_argument(
-        "--timeout", type=float, metavar="S", help="kill it after so long (default: a day, with -i and -t never)"
+        "--timeout", type=float, metavar="S", help="kill it after so many seconds (default: a day; none with -i or -t)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     _add_place(parser)
-    add_daemon_options(parser)
+    add_daemon_options(parser, json="print one JSON object at the end")
 
 
 def _add_place(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-w", "--workdir", metavar="DIR", help="where to run it")
-    parser.add_argument(
-        "-e", "--env", action="append", default=[], metavar="K=V", help="a variable for it; K alone takes yours along"
+    parser.add_argument("-w", "--workdir", metavar="DIR", help="the directory to run it in")
+    add_pairs(parser, "-e", "--env", about="a variable for it; a KEY alone takes the value it has here")
+    parser.add_argument("-u", "--user", metavar="USER", help="the user to run it as (default root)")
+
+
+def add_eval(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Evaluate Python in a sandbox's warmed interpreter and print the value. Exits with 1 when it raises."
     )
-    parser.add_argument("-u", "--user", metavar="USER", help="who to run it as (default root)")
+    add_sandbox(parser)
+    parser.add_argument("code", metavar="CODE", help="the code, or - for standard input")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds it may take (default 60)")
+    add_daemon_options(parser, json="print one JSON object")
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    code = _read_code() if args.code == "-" else args.code
+    with connect(args) as controller:
+        sandbox_id = resolve(controller, args.sandbox)
+        if args.json:
+            answer = controller.eval_code(sandbox_id, code, args.timeout)
+            print_json(answer)
+            return answer["exit_code"]
+        with closing(controller.eval_stream(sandbox_id, code, args.timeout)) as events:
+            for event in events:
+                if not _show_output(event) and event.kind == "result":
+                    return _show_result(event.body)
+    raise AssertionError("a stream ends with a result, or raises")
+
+
+def _show_result(result: dict[str, Any]) -> int:
+    if result.get("error") is None:
+        if result.get("result") not in (None, "None"):  # as a Python prompt does
+            print(_render_lines(result["result"]))
+        return 0
+    print(_render_lines((result.get("traceback") or result["error"]).rstrip("\n")), file=sys.stderr)
+    return 1
+
+
+def _render_lines(text: str) -> str:
+    return "\n".join(map(render_plain, text.split("\n")))
+
+
+def _read_code() -> str:
+    """At most one byte more than the daemon takes: enough for it to refuse."""
+    try:
+        return sys.stdin.buffer.read(_MAX_CODE_BYTES + 1).decode()
+    except UnicodeDecodeError:
+        raise InvalidInput("Standard input is not UTF-8 text", hint="forkd eval takes Python code") from None

@@ -10,14 +10,18 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from forkd.cli.arguments import (
+    add_daemon_options,
+    add_limit_options,
+    add_pairs,
+    parse_environment,
+    parse_pairs,
+    render_limits,
+)
+from forkd.cli.connect import connect
 from forkd.cli.interrupts import Interrupts
-from forkd.cli.killing import kill_all
-from forkd.cli.limits import add_limit_options, render_limits
-from forkd.cli.ls import print_sandboxes
-from forkd.cli.nouns import Nouns
-from forkd.cli.pairs import parse_environment, parse_pairs
-from forkd.cli.reach import add_daemon_options, connect
-from forkd.cli.tables import note, print_json
+from forkd.cli.output import note, print_json
+from forkd.cli.sandboxes import kill_all, show_sandboxes
 from forkd.errors import ForkdError, InvalidInput, NotFound, Unreachable
 from forkd.model.machine import parse_count
 from forkd.model.names import parse_tag
@@ -25,39 +29,37 @@ from forkd.wire.api import SandboxInfo
 from forkd.wire.endpoint import find_loopback_port
 
 if TYPE_CHECKING:
-    from forkd.client.controller import Controller
+    from forkd.client import Controller
 
-# What the daemon does to children of a `--settle-secs` whose command was killed outright: end them soon after.
+# When a command with `--settle-secs` is killed outright, the daemon ends its children this much later.
 _SETTLE_SLACK_S = 60.0
 
 
-def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
-    about = "fork a snapshot into sandboxes"
-    parser = nouns.add_parser("fork", help=about, description="Fork a snapshot into sandboxes: all of them, or none.")
+def add_fork(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Fork a snapshot into sandboxes: all of them, or none."
     parser.add_argument("snapshot", nargs="?", metavar="TAG", help="the snapshot")
     parser.add_argument("--tag", metavar="TAG", help="the same, as an option")
     parser.add_argument("-n", type=int, default=1, metavar="N", help="how many (default 1)")
     parser.add_argument("--timeout", type=float, metavar="S", help="seconds they may live")
     parser.add_argument("--on-timeout", choices=("kill", "pause"), help="what happens then (default kill)")
-    parser.add_argument(
-        "-e", "--env", action="append", default=[], metavar="K=V", help="a variable for the guest; K alone takes yours"
-    )
-    parser.add_argument("-l", "--label", action="append", default=[], metavar="K=V", help="a label; may be repeated")
-    parser.add_argument("--metadata", action="append", default=[], metavar="K=V", help="metadata; may be repeated")
+    add_pairs(parser, "-e", "--env", about="a variable for the guest; a KEY alone takes the value it has here")
+    add_pairs(parser, "-l", "--label", about="a label; may be repeated")
+    add_pairs(parser, "--metadata", about="metadata; may be repeated")
     add_limit_options(parser)
     parser.add_argument("--allow-partial", action="store_true", help="keep those that come up when others do not")
     parser.add_argument(
-        "--settle-secs", type=float, metavar="S", help="wait so long and end them; also when this command is ended"
+        "--settle-secs",
+        type=float,
+        metavar="S",
+        help="end them after so many seconds, or when this command ends; it waits until then",
     )
     for name in ("per-child-netns", "prewarm", "live-fork", "hugepages"):
-        parser.add_argument(f"--{name}", action="store_true", help="as in forkd; see docs/rest.md")
+        parser.add_argument(f"--{name}", action="store_true", help="for compatibility; see docs/reference/rest.md")
     parser.add_argument("-q", "--quiet", action="store_true", help="print ids only")
-    parser.add_argument("--json", action="store_true", help="print a JSON array")
-    add_daemon_options(parser)
-    parser.set_defaults(func=run)
+    add_daemon_options(parser, json="print a JSON array")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_fork(args: argparse.Namespace) -> int:
     request = render_request(args, os.environ)
     key = f"cli-{secrets.token_hex(16)}"
     infos: list[SandboxInfo] | None = None
@@ -84,8 +86,8 @@ def render_request(args: argparse.Namespace, environ: Mapping[str, str]) -> dict
     """The arguments of `spawn_sandboxes`."""
     if (args.snapshot is None) == (args.tag is None):
         raise InvalidInput(
-            "forkd fork takes one snapshot" + ("" if args.tag is None else ", and was given two"),
-            hint="Write forkd fork TAG; list them with: forkd snapshot ls",
+            f"forkd fork takes one snapshot, got {'none' if args.tag is None else 'two'}",
+            hint="Write: forkd fork TAG. List the snapshots with: forkd snapshot ls",
         )
     n = parse_count(args.n)
     settling = args.settle_secs is not None
@@ -106,7 +108,7 @@ def render_request(args: argparse.Namespace, environ: Mapping[str, str]) -> dict
         "labels": parse_pairs(args.label, "--label"),
         "metadata": parse_pairs(args.metadata, "--metadata"),
         "allow_partial": args.allow_partial,
-        # Whoever uses forkd's SDK will look for its one child there.
+        # forkd's SDK looks for its one child there.
         "agent_port": parse_target(environ.get("FORKD_TARGET")) if settling and n == 1 else None,
     }
 
@@ -118,20 +120,22 @@ def parse_target(text: str | None) -> int | None:
     port = find_loopback_port(text)
     if port is None:
         raise InvalidInput(
-            f"FORKD_TARGET is {text!a}, and agents answer on 127.0.0.1 only",
-            hint="Set it to 127.0.0.1 and a free port, such as 127.0.0.1:8888",
+            f"FORKD_TARGET must be a port of 127.0.0.1, got {text!a}",
+            hint="Use a free port, such as 127.0.0.1:8888",
         )
     return port
 
 
 def _check_settling(settle_s: float) -> float:
     if not 0 <= settle_s <= 30 * 86400:
-        raise InvalidInput(f"Cannot wait {settle_s} s", hint="Use 0 to 2592000 seconds")
+        raise InvalidInput(
+            f"--settle-secs must be between 0 and 2592000, got {settle_s:g}", hint="The longest is 30 days"
+        )
     return settle_s
 
 
 def _settle(args: argparse.Namespace, controller: Controller, infos: list[SandboxInfo], took_ms: float) -> None:
-    """The lines are forkd's; programs read the fourth word of the first."""
+    """Prints the same lines as forkd: programs read the fourth word of the first."""
     until = time.monotonic() + args.settle_secs
     if args.json:
         print_json(infos)
@@ -141,43 +145,34 @@ def _settle(args: argparse.Namespace, controller: Controller, infos: list[Sandbo
     while (left_s := until - time.monotonic()) > 0:
         time.sleep(left_s)
     if not args.json:
-        print(f"{_count_alive(controller, infos)} / {args.n} children alive")
-
-
-def _count_alive(controller: Controller, infos: list[SandboxInfo]) -> int:
-    ids = {info["id"] for info in infos}
-    return sum(info["id"] in ids for info in controller.list_sandboxes(state="running"))
+        running = {info["id"] for info in controller.list_sandboxes(state="running")}
+        print(f"{sum(info['id'] in running for info in infos)} / {args.n} children alive")
 
 
 def _undo(args: argparse.Namespace, request: dict[str, Any], key: str) -> None:
-    """Ask once more under the same key: the answer is what came of the first request, which may still be under way.
+    """Sends the request again with the same key: the answer is that of the first, which may still be in progress.
 
-    The connection was interrupted at an unknown point and is not used again.
+    The old connection was interrupted at an unknown point and is not used again.
     """
     try:
         with connect(args) as controller:
             _end(controller, controller.spawn_sandboxes(**request, idempotency_key=key))
     except Unreachable as error:
-        error.hint = "What was forked may still run. Look with: forkd ls"
+        error.hint = "Some sandboxes may still run. List them with: forkd ls"
         raise
     except ForkdError:
-        return  # there is nothing, or nothing any more
+        return  # nothing was forked, or nothing is left of it
 
 
 def _end(controller: Controller, infos: list[SandboxInfo]) -> None:
-    for sandbox_id, error in kill_all(controller, [info["id"] for info in infos]).failed.items():
+    for sandbox_id, error in kill_all(controller, [info["id"] for info in infos]).items():
         if not isinstance(error, NotFound):
             note(f"warning: {sandbox_id} could not be ended: {error.message}")
 
 
 def _print(args: argparse.Namespace, infos: list[SandboxInfo], took_ms: float) -> None:
-    if args.json:
-        print_json(infos)
-    elif args.quiet:
-        for info in infos:
-            print(info["id"])
-    else:
-        print_sandboxes(infos)
+    show_sandboxes(args, infos)
+    if not args.json and not args.quiet:
         note(f"forked {len(infos)} in {took_ms:.0f} ms")
     if len(infos) < args.n:
         note(f"warning: {args.n - len(infos)} of {args.n} did not come up")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from forkd.cli.arguments import add_json
+from forkd.cli.commands import Actions
+from forkd.cli.output import print_facts, print_json, print_lines, print_rows, render_age, render_size, show
 from forkd.cli.progress import Shown
-from forkd.cli.tables import print_facts, print_json, print_rows, render_age, render_size
 from forkd.errors import InvalidInput
 from forkd.host.paths import find_home
 from forkd.image import Image, ImageSpec, ImageStore, debian_spec, directory_spec, get_recipe, recipe_names
@@ -19,34 +21,42 @@ from forkd.store.snapshots import SnapshotStore
 _DEFAULT_RECIPE = "python"
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("image", help="build, list, inspect and remove images")
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    _add_build(actions)
-    _add_action(actions, "ls", run_ls, "list the images")
-    inspect = _add_action(actions, "inspect", run_inspect, "check an image's files and show all about it")
-    inspect.add_argument("image", metavar="IMAGE", help="name or id")
-    remove = _add_action(actions, "rm", run_rm, "remove images")
-    remove.add_argument("image", metavar="IMAGE", nargs="+", help="name or id")
-    _add_action(actions, "prune", run_prune, "remove images whose name went to a newer one")
+def add_image(parser: argparse.ArgumentParser) -> None:
+    actions = Actions(parser)
+    build = actions.add("build", run_build, "build an image; one that is already built is reused")
+    recipes = ", ".join(recipe_names())
+    build.add_argument("recipe", nargs="?", help=f"a ready-made set of packages: {recipes} (default {_DEFAULT_RECIPE})")
+    build.add_argument("--name", help="the image's name (default: the recipe's name)")
+    build.add_argument(
+        "--package", "-p", action="append", default=[], metavar="P", help="a Debian package to install; may be repeated"
+    )
+    build.add_argument("--from-directory", metavar="DIR", help="take the root file system from a directory")
+    build.add_argument("--suite", help=f"the Debian release (default {DEFAULT_SUITE})")
+    build.add_argument("--mirror", metavar="URL", help="the package archive to use (default: the suite's own)")
+    build.add_argument("--fresh", action="store_true", help="fetch the packages again even if the image is there")
+    actions.add("ls", run_ls, "list the images")
+    inspect = actions.add("inspect", run_inspect, "check an image's files and show everything about it")
+    inspect.add_argument("image", metavar="IMAGE", help="a name or an id")
+    remove = actions.add("rm", run_rm, "remove images")
+    remove.add_argument("image", metavar="IMAGE", nargs="+", help="a name or an id")
+    actions.add("prune", run_prune, "remove images whose name now belongs to a newer image")
+    for action in actions.parsers():
+        add_json(action)
 
 
 def run_build(args: argparse.Namespace) -> int:
     spec, name = parse_request(args)
     with Shown(quiet=args.json) as progress:
         image = ImageStore(find_home()).build(spec, name, progress, fresh=args.fresh)
-    if args.json:
-        print_json(render_image(image))
-    else:
-        print(f"{name}  {image.id}  {render_size(image.size)}")
-    return 0
+    return show(args, render_image(image), lambda _: print(f"{name}  {image.id}  {render_size(image.size)}"))
 
 
 def run_ls(args: argparse.Namespace) -> int:
     images = ImageStore(find_home()).list()
-    if args.json:
-        print_json([render_image(image) for image in images])
-        return 0
+    return show(args, [render_image(image) for image in images], lambda _: _print_images(images))
+
+
+def _print_images(images: Sequence[Image]) -> None:
     now = time.time()
     rows = (
         (
@@ -60,7 +70,6 @@ def run_ls(args: argparse.Namespace) -> int:
         for image in images
     )
     print_rows(("NAME", "ID", "SIZE", "AGE", "KERNEL", "SOURCE"), rows, folded=("SOURCE",))
-    return 0
 
 
 def run_inspect(args: argparse.Namespace) -> int:
@@ -85,28 +94,21 @@ def run_rm(args: argparse.Namespace) -> int:
     in_use = SnapshotStore(home.snapshots).images_in_use()
     for ref in args.image:
         store.remove(ref, in_use)
-    if args.json:
-        print_json({"removed": args.image})
-    return 0
+    return show(args, {"removed": args.image})
 
 
 def run_prune(args: argparse.Namespace) -> int:
     home = find_home()
     removed = ImageStore(home).prune(SnapshotStore(home.snapshots).images_in_use())
-    if args.json:
-        print_json({"removed": removed})
-    else:
-        for image_id in removed:
-            print(image_id)
-    return 0
+    return show(args, {"removed": removed}, lambda _: print_lines(removed))
 
 
 def parse_request(args: argparse.Namespace) -> tuple[ImageSpec, str]:
-    """What to build and how to call it, of the command's arguments."""
+    """What to build, and its name."""
     if args.from_directory is not None:
         if args.recipe or args.package or args.mirror or args.suite:
             raise InvalidInput(
-                "A directory is taken as it is: it goes with no recipe, package, suite or mirror",
+                "--from-directory cannot be combined with a recipe, package, suite or mirror",
                 hint="Use --from-directory with --name only",
             )
         if args.name is None:
@@ -139,29 +141,3 @@ def render_source(image: Image) -> str:
     if image.source.get("kind") == "debian":
         return f"debian {image.source['suite']}: {' '.join(image.source['packages'])}"
     return f"directory {image.source.get('path', '')}"
-
-
-def _add_build(actions: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    build = _add_action(actions, "build", run_build, "build an image, or find it built")
-    recipes = ", ".join(recipe_names())
-    build.add_argument("recipe", nargs="?", help=f"a ready-made set of packages: {recipes} (default {_DEFAULT_RECIPE})")
-    build.add_argument("--name", help="what to call it (default: the recipe's name)")
-    build.add_argument(
-        "--package", "-p", action="append", default=[], metavar="P", help="a Debian package to install; may be repeated"
-    )
-    build.add_argument("--from-directory", metavar="DIR", help="take the root file system from a directory")
-    build.add_argument("--suite", help=f"the Debian release (default {DEFAULT_SUITE})")
-    build.add_argument("--mirror", metavar="URL", help="the package archive to use (default: the suite's own)")
-    build.add_argument("--fresh", action="store_true", help="fetch the packages again although the image is there")
-
-
-def _add_action(
-    actions: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    func: Callable[[argparse.Namespace], int],
-    about: str,
-) -> argparse.ArgumentParser:
-    parser = actions.add_parser(name, help=about, description=about[0].upper() + about[1:])
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(func=func)
-    return parser

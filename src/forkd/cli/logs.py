@@ -7,35 +7,30 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from forkd.cli.nouns import Nouns
-from forkd.cli.reach import add_daemon_options, connect
-from forkd.cli.sandbox_ids import add_sandbox, resolve
-from forkd.cli.tables import print_json
+from forkd.cli.arguments import add_daemon_options
+from forkd.cli.connect import connect
+from forkd.cli.output import print_json
+from forkd.cli.sandboxes import add_sandbox, resolve
 from forkd.errors import InvalidInput, NotFound
 
 if TYPE_CHECKING:
-    from forkd.client.controller import Controller
+    from forkd.client import Controller
 
 _POLL_S = 0.5
-# Enough to recognise where we were, should the console's beginning have been dropped meanwhile.
+# Enough to find our place again after the beginning of the console was dropped.
 _ANCHOR = 4096
 
 
-def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
-    about = "show a sandbox's console"
-    parser = nouns.add_parser(
-        "logs", help=about, description="Show the last 1 MiB of what the guest wrote to its console."
-    )
+def add_logs(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Show the last 1 MiB of what the guest wrote to its console."
     add_sandbox(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on until the sandbox ends")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_daemon_options(parser)
-    parser.set_defaults(func=run)
+    parser.add_argument("-f", "--follow", action="store_true", help="show more until the sandbox ends")
+    add_daemon_options(parser, json="print one JSON object")
 
 
-def run(args: argparse.Namespace) -> int:
+def run_logs(args: argparse.Namespace) -> int:
     if args.json and args.follow:
-        raise InvalidInput("--json prints one object, and --follow has no end", hint="Leave one of them out")
+        raise InvalidInput("--json and --follow cannot be combined", hint="Leave one of them out")
     with connect(args) as controller:
         sandbox_id = resolve(controller, args.sandbox)
         if args.json:
@@ -51,7 +46,7 @@ def _follow(controller: Controller, sandbox_id: str) -> None:
     seen = ""
     while True:
         try:
-            # Asked before the console is read: what a dying guest wrote last is read after it is known to be dead.
+            # The state first: once the guest is known to be dead, the console has all of its last words.
             state = controller.get_sandbox(sandbox_id)["state"]
             text = controller.sandbox_console(sandbox_id)
         except NotFound:
@@ -66,7 +61,7 @@ def _follow(controller: Controller, sandbox_id: str) -> None:
 
 
 def find_news(seen: str, text: str) -> str:
-    """What of the text came after what was seen, when its beginning may have been dropped."""
+    """The part of the text after what was seen. Its beginning may have been dropped since."""
     if text.startswith(seen):
         return text[len(seen) :]
     anchor = seen[-_ANCHOR:]

@@ -1,4 +1,4 @@
-"""`forkd`: the command line. Nouns live in their own modules; errors and signals are handled here, once."""
+"""`forkd`: the command line. Commands have their own modules; errors and signals are handled here, once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from types import FrameType
 
 from forkd import __version__
-from forkd.cli.nouns import NOUNS, add_nouns, explain_missing
-from forkd.cli.plain import render_plain
+from forkd.cli.commands import COMMANDS, add_commands, explain_missing
+from forkd.cli.output import note
 from forkd.errors import ForkdError
 
 _INTERRUPTED = 130
@@ -20,14 +20,14 @@ _INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
-        # Who started us with nohup wants no hang-up to reach us.
+        # Under nohup a hang-up stays ignored.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _on_termination)
     words = sys.argv[1:] if argv is None else list(argv)
     args: argparse.Namespace | None = None
     try:
         try:
-            args = build_parser(find_noun(words)).parse_args(words)
+            args = build_parser(find_command(words)).parse_args(words)
             code = args.func(args)
             sys.stdout.flush()
         except ModuleNotFoundError as error:
@@ -36,10 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(error, as_json=bool(args is not None and getattr(args, "json", False)))
         return error.exit_code
     except KeyboardInterrupt:
-        print("forkd: interrupted; everything it had started is gone", file=sys.stderr)
+        note("forkd: interrupted; everything it had started is gone")
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output went away (`forkd … | head`). Not a fault, and nothing may be printed any more.
+        # The reader of our output closed it (`forkd … | head`). This is not an error, and nothing more can be printed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     assert isinstance(code, int)
@@ -47,16 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """With every command, or with `only` one that can be parsed ("" for none) and the others named."""
+    """With every command, or with the arguments of `only` one ("" for none) and the names of the others."""
     parser = argparse.ArgumentParser(
         prog="forkd", description="Fork warmed virtual machines, copy-on-write.", formatter_class=_Formatter
     )
     parser.add_argument("--version", action="version", version=f"forkd {__version__}")
-    add_nouns(parser, only)
+    add_commands(parser, only)
     return parser
 
 
-def find_noun(words: Sequence[str]) -> str:
+def find_command(words: Sequence[str]) -> str:
     return next((word for word in words if not word.startswith("-")), "")
 
 
@@ -64,20 +64,19 @@ def print_error(error: ForkdError, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"error": error.message, "code": error.code, "hint": error.hint, "details": error.details}))
         return
-    print(f"error: {render_plain(error.message)}", file=sys.stderr)
-    if error.details:
-        for line in error.details.splitlines():
-            print(f"  | {render_plain(line)}", file=sys.stderr)
+    note(f"error: {error.message}")
+    for line in (error.details or "").splitlines():
+        note(f"  | {line}")
     if error.hint:
-        print(f"hint: {render_plain(error.hint)}", file=sys.stderr)
+        note(f"hint: {error.hint}")
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Room for the longest command beside what it is about; argparse forgets that commands are indented twice."""
+    """With room for the longest command beside its help; argparse forgets that commands are indented twice."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog)
-        self._action_max_length = max(map(len, NOUNS)) + 4
+        self._action_max_length = max(map(len, COMMANDS)) + 4
 
 
 def _on_termination(number: int, _frame: FrameType | None) -> None:

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from forkd.cli.making import Order, make_snapshot
-from forkd.cli.nouns import Nouns, add_action
-from forkd.cli.plain import render_plain
-from forkd.cli.reach import add_daemon_options, connect
-from forkd.cli.tables import note, print_facts, print_json, print_rows, render_size, render_time
-from forkd.errors import ForkdError, InvalidInput
+from forkd.cli.arguments import add_daemon_options
+from forkd.cli.commands import Actions
+from forkd.cli.connect import connect, remove_all
+from forkd.cli.interrupts import Interrupts
+from forkd.cli.output import note, print_columns, print_facts, print_lines, render_size, render_time, show
+from forkd.errors import Conflict, ForkdError, InvalidInput, NotFound
 from forkd.model.machine import MachineSpec
-from forkd.model.names import parse_image_name, parse_tag
-from forkd.wire.api import SnapshotInfo
+from forkd.model.names import SnapshotTag, parse_image_name, parse_tag
+from forkd.wire.api import SnapshotInfo, TemplateInfo
+
+if TYPE_CHECKING:
+    from forkd.cli.progress import Shown
+    from forkd.client import Controller
 
 _HEADINGS = ("TAG", "STATUS", "CREATED", "MEMORY", "VCPUS", "ENGINE", "IMAGE", "TEMPLATE", "WARM")
 _WARM_SHOWN = 40
-_SCRIPT_BYTES = 512 * 1024  # what the daemon takes
+_SCRIPT_BYTES = 512 * 1024  # the largest the daemon takes
+_POLL_S = 0.1
+# A request that was just sent is refused within this time, or is being worked on.
+_REFUSAL_S = 2.0
 
 
-def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
-    parser = nouns.add_parser("snapshot", help="create, list, inspect, warm and remove snapshots")
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    create = add_action(actions, "create", run_create, "boot an image, warm it up and freeze it")
+def add_snapshot(parser: argparse.ArgumentParser) -> None:
+    actions = Actions(parser)
+    create = actions.add("create", run_create, "boot an image, warm it up and freeze it")
     create.add_argument("--tag", required=True, metavar="NEW_TAG", help="the snapshot's name")
     create.add_argument("--image", required=True, metavar="IMAGE", help="name or id of the image to boot")
     create.add_argument("--memory", type=int, default=512, metavar="MIB", help="guest memory (default 512)")
@@ -34,64 +40,142 @@ def add_parser(nouns: Nouns[argparse.ArgumentParser]) -> None:
     create.add_argument("--warm", metavar="CODE", help="Python to run in the interpreter, such as 'import numpy'")
     create.add_argument("--warm-script", metavar="FILE", help="the same, from a file")
     create.add_argument("--warm-command", metavar="COMMAND", help="shell command to run in the guest")
-    create.add_argument("--warm-timeout", type=float, default=300.0, metavar="S", help="for each of them (default 300)")
-    create.add_argument("--rehearse", metavar="CODE", help="Python that forks of a template are to find warm")
-    create.add_argument("--replace", action="store_true", help="replace a snapshot of this tag")
-    listing = add_action(actions, "ls", run_ls, "list the snapshots")
+    create.add_argument(
+        "--warm-timeout", type=float, default=300.0, metavar="S", help="limit for each warm-up (default 300)"
+    )
+    create.add_argument(
+        "--rehearse", metavar="CODE", help="Python to run in a template, so that its forks run it faster"
+    )
+    create.add_argument("--replace", action="store_true", help="replace the snapshot that has this tag")
+    listing = actions.add("ls", run_ls, "list the snapshots")
     listing.add_argument("-q", "--quiet", action="store_true", help="print tags only")
-    inspect = add_action(actions, "inspect", run_inspect, "show all about a snapshot")
+    inspect = actions.add("inspect", run_inspect, "show everything about a snapshot")
     inspect.add_argument("tag", metavar="TAG")
-    warm = add_action(actions, "warm", run_warm, "make a template of a snapshot ahead of its first fork")
+    warm = actions.add("warm", run_warm, "make a template of a snapshot before its first fork")
     warm.add_argument("tag", metavar="TAG")
-    remove = add_action(actions, "rm", run_rm, "remove snapshots; one that is being made is given up")
+    remove = actions.add("rm", run_rm, "remove snapshots; one that is being made is cancelled")
     remove.add_argument("tag", nargs="+", metavar="TAG")
-    for action in actions.choices.values():
-        action.add_argument("--json", action="store_true", help="print JSON")
+    for action in actions.parsers():
         add_daemon_options(action)
 
 
 def run_create(args: argparse.Namespace) -> int:
+    from forkd.cli.progress import Shown
+
+    tag, request = parse_tag(args.tag), render_request(args)
+    with connect(args) as controller, Shown(quiet=args.json) as shown:
+        _refuse_second(controller, tag)
+        making = _Making(controller, request)
+        with Interrupts() as interrupts:
+            try:
+                making.start()
+                while not making.wait(_POLL_S):
+                    _show_stage(controller, tag, shown)
+                interrupts.settle()
+            except BaseException:
+                _cancel(args, tag, making)
+                raise
+        making.check()
+        made: dict[str, Any] = {**controller.get_snapshot(tag), **controller.snapshot_info(tag)}
+    return show(args, made, lambda _: print(f"{tag}  {render_size(made['memory_physical_bytes'])} on disk"))
+
+
+def render_request(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `create_snapshot`."""
     machine = MachineSpec(args.memory, args.vcpus, args.cpu_template)
-    order = Order(
-        tag=parse_tag(args.tag),
-        image=parse_image_name(args.image),
-        memory_mib=machine.memory_mib,
-        vcpus=machine.vcpus,
-        cpu_template=machine.cpu_template,
-        warm=_warm_code(args.warm, args.warm_script),
-        warm_command=args.warm_command,
-        warm_timeout_s=args.warm_timeout,
-        rehearse=_checked_text(args.rehearse, "rehearsal"),
-        replace=args.replace,
-    )
-    made = make_snapshot(args, order)
-    if args.json:
-        print_json(made)
-    else:
-        print(f"{order.tag}  {render_size(made['memory_physical_bytes'])} on disk")
-    return 0
+    return {
+        "tag": parse_tag(args.tag),
+        "image": parse_image_name(args.image),
+        "memory_mib": machine.memory_mib,
+        "vcpus": machine.vcpus,
+        "cpu_template": machine.cpu_template,
+        "warm": _warm_code(args.warm, args.warm_script),
+        "warm_command": args.warm_command,
+        "warm_timeout_secs": args.warm_timeout,
+        "rehearse": _checked_text(args.rehearse, "rehearsal"),
+        "replace": args.replace,
+        "wait": True,
+    }
+
+
+class _Making:
+    """The request is answered when the snapshot is ready, or has failed. It runs in a thread, so that its stages can
+    be asked for meanwhile."""
+
+    def __init__(self, controller: Controller, request: dict[str, Any]) -> None:
+        self._controller = controller
+        self._request = request
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="snapshot", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._done.wait(timeout_s)
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def is_refused(self) -> bool:
+        return self.wait(_REFUSAL_S) and self._error is not None
+
+    def _run(self) -> None:
+        try:
+            self._controller.create_snapshot(**self._request)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+
+def _refuse_second(controller: Controller, tag: SnapshotTag) -> None:
+    """So that a command that is interrupted does not cancel what another one is making."""
+    try:
+        info = controller.get_snapshot(tag)
+    except NotFound:
+        return
+    if info["status"] == "writing":
+        raise Conflict(f"Snapshot {tag} is being made already", hint=f"Cancel it with: forkd snapshot rm {tag}")
+
+
+def _show_stage(controller: Controller, tag: SnapshotTag, shown: Shown) -> None:
+    try:
+        info = controller.get_snapshot(tag)
+    except NotFound:  # not started yet, or refused
+        return
+    if progress := info.get("progress"):
+        shown.stage(progress)
+
+
+def _cancel(args: argparse.Namespace, tag: SnapshotTag, making: _Making) -> None:
+    if making.is_refused():
+        return
+    with connect(args) as controller:
+        try:
+            if controller.get_snapshot(tag)["status"] == "writing":
+                controller.delete_snapshot(tag)
+        except NotFound:
+            return
+        except ForkdError as error:
+            error.hint = f"It may still be in progress; cancel it with: forkd snapshot rm {tag}"
+            raise
 
 
 def run_ls(args: argparse.Namespace) -> int:
     with connect(args) as controller:
         found = controller.list_snapshots()
         templates = set() if args.json or args.quiet else {info["tag"] for info in controller.list_templates()}
-    if args.json:
-        print_json(found)
-        return 0
-    if args.quiet:
-        for info in found:
-            print(info["tag"])
-        return 0
-    usable = [info for info in found if info["status"] != "failed"]
-    rows = [_render_row(info, info["tag"] in templates) for info in usable]
-    shown = [name for name in _HEADINGS if name != "TEMPLATE" or any(row[name] for row in rows)]
-    print_rows(shown, ([row[name] for name in shown] for row in rows), folded=("WARM",))
+    if args.json or args.quiet:
+        return show(args, found, lambda _: print_lines(info["tag"] for info in found))
+    rows = [_render_row(info, info["tag"] in templates) for info in found if info["status"] != "failed"]
+    print_columns(rows, _HEADINGS, always=set(_HEADINGS) - {"TEMPLATE"})
     for info in found:
         if warning := info.get("warning"):
-            print(f"warning: {info['tag']}: {render_plain(warning)}", file=sys.stderr)
+            note(f"warning: {info['tag']}: {warning}")
             if info["status"] == "failed":
-                print(f"hint: Remove it with: forkd snapshot rm {info['tag']}", file=sys.stderr)
+                note(f"hint: Remove it with: forkd snapshot rm {info['tag']}")
     if not found:
         note("There are no snapshots; make one with: forkd snapshot create --image IMAGE --tag TAG")
     return 0
@@ -104,38 +188,28 @@ def run_inspect(args: argparse.Namespace) -> int:
         if info["status"] == "failed":
             raise _failure(info)
         shown: dict[str, Any] = {**info, **controller.snapshot_info(tag)}
-    if args.json:
-        print_json(shown)
-    else:
-        print_facts(shown)
-    return 0
+    return show(args, shown, print_facts)
 
 
 def run_warm(args: argparse.Namespace) -> int:
     with connect(args) as controller:
         info = controller.warm_snapshot(parse_tag(args.tag))
-    if args.json:
-        print_json(info)
-    else:
-        held, made_in_s = render_size(info["memory_bytes"]), info["made_in_seconds"]
-        print(f"{info['tag']}  template of {held}, made in {made_in_s:.2f} s")
-    return 0
+    return show(args, info, _print_template)
+
+
+def _print_template(info: TemplateInfo) -> None:
+    print(f"{info['tag']}  template of {render_size(info['memory_bytes'])}, made in {info['made_in_seconds']:.2f} s")
 
 
 def run_rm(args: argparse.Namespace) -> int:
-    tags = list(dict.fromkeys(parse_tag(text) for text in args.tag))
+    tags = [parse_tag(text) for text in args.tag]
     with connect(args) as controller:
-        for tag in tags:
-            controller.get_snapshot(tag)  # a mistyped one is found before others are gone
-        for tag in tags:
-            controller.delete_snapshot(tag)
-    if args.json:
-        print_json({"removed": tags})
-    return 0
+        removed = remove_all(tags, controller.get_snapshot, controller.delete_snapshot)
+    return show(args, {"removed": removed})
 
 
 def _render_row(info: SnapshotInfo, template: bool) -> dict[str, str]:
-    """What is not known yet of one that is being made is left open."""
+    """What is not known yet of one that is being made stays empty."""
     memory = info.get("memory_mib")
     return {
         "TAG": info["tag"],
@@ -151,7 +225,7 @@ def _render_row(info: SnapshotInfo, template: bool) -> dict[str, str]:
 
 
 def _failure(info: SnapshotInfo) -> ForkdError:
-    """What a snapshot that cannot be used is: damaged, or never made."""
+    """Why a snapshot cannot be used: it is damaged, or was never made."""
     from forkd.client.failures import BY_CODE
 
     kind = BY_CODE.get(info.get("code", ""), ForkdError)
@@ -162,7 +236,7 @@ def _warm_code(code: str | None, script: str | None) -> str | None:
     if script is None:
         return _checked_text(code, "warm-up")
     if code is not None:
-        raise InvalidInput("--warm and --warm-script exclude each other", hint="Put the code into the script")
+        raise InvalidInput("--warm and --warm-script cannot be combined", hint="Put the code into the script")
     try:
         with Path(script).open("rb") as file:
             text = file.read(_SCRIPT_BYTES + 1).decode()

@@ -1,4 +1,4 @@
-"""A command's other end at this terminal: keys and window sizes go to it, and the terminal is put back afterwards."""
+"""This terminal attached to a command in a sandbox: keys and window sizes go to it; afterwards all is as before."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from forkd.cli.interrupts import Interrupts
 from forkd.errors import ForkdError
 
 if TYPE_CHECKING:
-    from forkd.client.controller import Controller
+    from forkd.client import Controller
 
 _CHUNK = 64 * 1024
-# It may be waiting for a guest that does not read its input, and ends with this process at the latest.
+# It may be waiting for a guest that does not read its input; it ends with this process at the latest.
 _STOP_DEADLINE_S = 2.0
 _RESIZED, _STOP = b"r", b"s"
 
@@ -29,7 +28,7 @@ _RESIZED, _STOP = b"r", b"s"
 def attached(
     controller: Controller, sandbox_id: str, start: Callable[[], int], *, stdin: bool, tty: bool
 ) -> Iterator[int]:
-    """The pid that `start` returns, killed unless the block ends by itself: a signal, an error, a reader that left."""
+    """The pid that `start` returns. After a signal, an error or a broken pipe the command is killed."""
     with Interrupts() as interrupts:
         interrupts.hold()
         pid = start()
@@ -47,16 +46,30 @@ def attached(
 @contextmanager
 def _keyboard(controller: Controller, sandbox_id: str, pid: int, *, stdin: bool, tty: bool) -> Iterator[None]:
     keyboard = _Keyboard(controller, sandbox_id, pid, stdin=stdin)
-    with _raw(stdin and tty), _resizing(keyboard if tty else None):
+    with ExitStack() as stack:
+        if stdin and tty:
+            stack.enter_context(_raw())
+        if tty:
+            before = signal.signal(signal.SIGWINCH, lambda _number, _frame: keyboard.wake())
+            stack.callback(signal.signal, signal.SIGWINCH, before)
         keyboard.start()
-        try:
-            yield
-        finally:
-            keyboard.stop()
+        stack.callback(keyboard.stop)
+        yield
+
+
+def read_size() -> tuple[int, int]:
+    """Rows and columns of the terminal itself: COLUMNS and LINES stay as they were when it is resized."""
+    for stream in (0, 1, 2):
+        with suppress(OSError):
+            columns, rows = os.get_terminal_size(stream)
+            if columns and rows:
+                return rows, columns
+    columns, rows = shutil.get_terminal_size()
+    return rows, columns
 
 
 class _Keyboard:
-    """A thread that sends what is typed, and tells window sizes: a signal handler may not use the connection."""
+    """A thread that sends keys and window sizes: a signal handler may not use the connection."""
 
     def __init__(self, controller: Controller, sandbox_id: str, pid: int, *, stdin: bool) -> None:
         self._controller = controller
@@ -84,7 +97,7 @@ class _Keyboard:
             while self._step():
                 pass
         except ForkdError:
-            # Nobody reads any more. Whoever follows the output learns what became of the command.
+            # The command takes no more input. The output stream says how it ended.
             return
 
     def _step(self) -> bool:
@@ -93,8 +106,7 @@ class _Keyboard:
         if self._woken in readable:
             if _STOP in os.read(self._woken, 64):
                 return False
-            columns, rows = shutil.get_terminal_size()
-            self._controller.resize_process(self._sandbox_id, self._pid, rows, columns)
+            self._controller.resize_process(self._sandbox_id, self._pid, *read_size())
         if self._stdin in readable:
             self._send(self._stdin)
         return True
@@ -110,11 +122,8 @@ class _Keyboard:
 
 
 @contextmanager
-def _raw(wanted: bool) -> Iterator[None]:
-    """Every key goes to the guest, Ctrl-C too; our own terminal is as it was, whatever happens."""
-    if not wanted:
-        yield
-        return
+def _raw() -> Iterator[None]:
+    """Every key goes to the guest, Ctrl-C too. The terminal is restored, whatever happens."""
     import termios
     import tty
 
@@ -126,19 +135,3 @@ def _raw(wanted: bool) -> Iterator[None]:
     finally:
         with suppress(termios.error):  # it hung up
             termios.tcsetattr(fd, termios.TCSADRAIN, before)
-
-
-@contextmanager
-def _resizing(keyboard: _Keyboard | None) -> Iterator[None]:
-    if keyboard is None:
-        yield
-        return
-
-    def on_resize(_number: int, _frame: FrameType | None) -> None:
-        keyboard.wake()
-
-    before = signal.signal(signal.SIGWINCH, on_resize)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGWINCH, before)

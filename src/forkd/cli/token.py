@@ -3,59 +3,47 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import time
 
+from forkd.cli.arguments import add_json
+from forkd.cli.commands import Actions
+from forkd.cli.output import note, print_lines, render_time, show
 from forkd.daemon.tokens import TokenStore
 from forkd.host.paths import find_home
 
 
-def add_parser(nouns: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = nouns.add_parser("token", help="create, list and revoke tokens")
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-    create = actions.add_parser("create", help="make a token and show it, this once")
-    create.add_argument("name", help="whose or what for; it is in the audit log")
-    create.add_argument("--json", action="store_true", help="print one JSON object")
-    create.set_defaults(func=run_create)
-    listing = actions.add_parser("ls", help="list the tokens by name")
-    listing.add_argument("--json", action="store_true", help="print a JSON array")
-    listing.set_defaults(func=run_ls)
-    revoke = actions.add_parser("revoke", help="let a token be of no use, at once")
+def add_token(parser: argparse.ArgumentParser) -> None:
+    actions = Actions(parser)
+    create = actions.add("create", run_create, "make a token and show it once")
+    create.add_argument("name", help="who or what it is for; the audit log shows it")
+    actions.add("ls", run_ls, "list the tokens by name")
+    revoke = actions.add("revoke", run_revoke, "revoke a token, at once")
     revoke.add_argument("name")
-    revoke.add_argument("--json", action="store_true", help="print one JSON object")
-    revoke.set_defaults(func=run_revoke)
+    for action in actions.parsers():
+        add_json(action)
 
 
 def run_create(args: argparse.Namespace) -> int:
     value = _store().create(args.name)
-    if args.json:
-        print(json.dumps({"name": args.name, "token": value}))
-    else:
-        print(value)
-        print("Keep it: it is shown this once. Clients take it from FORKD_TOKEN.", file=sys.stderr)
+    show(args, {"name": args.name, "token": value}, lambda _: print(value))
+    if not args.json:
+        note("Keep it: it is shown only this once. Clients take it from FORKD_TOKEN.")
     return 0
 
 
 def run_ls(args: argparse.Namespace) -> int:
     tokens = _store().list()
-    if args.json:
-        print(json.dumps([{"name": token.name, "created_at_unix": token.created_at_unix} for token in tokens]))
-        return 0
-    if not tokens:
-        print("No tokens. Make one with: forkd token create NAME", file=sys.stderr)
-    for token in tokens:
-        print(f"{token.name:24} {time.strftime('%Y-%m-%d %H:%M', time.localtime(token.created_at_unix))}")
-    return 0
+    rows = [{"name": token.name, "created_at_unix": token.created_at_unix} for token in tokens]
+    lines = [f"{token.name:24} {render_time(token.created_at_unix)}" for token in tokens]
+    if not tokens and not args.json:
+        note("There are no tokens; make one with: forkd token create NAME")
+    return show(args, rows, lambda _: print_lines(lines))
 
 
 def run_revoke(args: argparse.Namespace) -> int:
     left = _store().revoke(args.name)
-    if args.json:
-        print(json.dumps({"name": args.name, "revoked": True, "left": left}))
-    elif left == 0:
-        print("No token is left: over TCP the daemon now answers nobody. The unix socket needs none.", file=sys.stderr)
-    return 0
+    if left == 0 and not args.json:
+        note("No token is left: the daemon now refuses every TCP client. The unix socket needs no token.")
+    return show(args, {"name": args.name, "revoked": True, "left": left})
 
 
 def _store() -> TokenStore:

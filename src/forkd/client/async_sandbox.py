@@ -1,34 +1,113 @@
-"""A sandbox as an object, from an event loop: Sandbox with `await`."""
+"""A sandbox as an object: the forkd SDK's class of this name, and E2B's everyday surface, through the daemon."""
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Generator, Mapping
-from types import TracebackType
-from typing import Any, Self
+import os
+from collections.abc import AsyncIterator, Iterable, Mapping
+from functools import partial
+from typing import Any, Literal, Self, Unpack, overload
 
-from forkd.client import plans
+from forkd.client.arguments import (
+    COMMAND_TIMEOUT_S,
+    AsyncData,
+    SandboxOptions,
+    check_format,
+    choose_tag,
+    decode_file,
+    guest_path,
+    port_of,
+)
 from forkd.client.async_controller import AsyncController
-from forkd.client.async_handles import follow
-from forkd.client.async_sandbox_commands import AsyncCommands, AsyncPty
-from forkd.client.async_sandbox_files import AsyncFiles
-from forkd.client.call import Plan
-from forkd.client.calls import commands, sandboxes
-from forkd.client.calls.sandboxes import Spawn
-from forkd.client.execution import Execution, execution_of, repr_of, value_of
+from forkd.client.async_processes import AsyncCommands, AsyncPty, async_follow
 from forkd.client.output import Callback
-from forkd.client.sandbox import EVAL_TIMEOUT_S
-from forkd.client.shared import lease_controller, leased, release_controller
-from forkd.wire.api import PingResponse, SandboxInfo
+from forkd.client.results import EntryInfo, Execution, WriteInfo, execution_of, repr_of, value_of
+from forkd.client.shared import AsyncOpening, async_lease_controller, async_leased, async_release_controller
+from forkd.errors import ForkdError, InvalidInput, NotFound
+from forkd.wire.api import FileInfo, PingResponse, SandboxInfo
 
-_Unopened = tuple[AsyncController | None, Plan[SandboxInfo], float]
+EVAL_TIMEOUT_S = 30.0
 
 
-class AsyncSandbox:
-    """Arguments and methods are those of Sandbox. `await AsyncSandbox(…)` forks it, and so does `async with`.
+class AsyncFiles:
+    """`sandbox.files`. Relative paths start at /root."""
 
-    `controller`: else the one all sandboxes of this event loop share, which is closed with the last of them: by `kill`,
-    by the end of `async with`, or by `close` for one that is to live on.
+    def __init__(self, controller: AsyncController, sandbox_id: str) -> None:
+        self._controller = controller
+        self._id = sandbox_id
+
+    @overload
+    async def read(self, path: str, format: Literal["text"] = "text") -> str: ...
+
+    @overload
+    async def read(self, path: str, format: Literal["bytes"]) -> bytes: ...
+
+    @overload
+    async def read(self, path: str, format: Literal["stream"]) -> AsyncIterator[bytes]: ...
+
+    async def read(
+        self, path: str, format: Literal["text", "bytes", "stream"] = "text"
+    ) -> str | bytes | AsyncIterator[bytes]:
+        """`stream` is an iterator over pieces, for files that are not to be held in memory."""
+        if check_format(format) == "stream":
+            return self._controller.read_file_stream(self._id, guest_path(path))
+        data = await self._controller.read_file(self._id, guest_path(path))
+        return decode_file(data, path) if format == "text" else data
+
+    async def write(
+        self, path: str, data: AsyncData, *, mode: int | str | None = None, append: bool = False
+    ) -> WriteInfo:
+        """Text, bytes, an open file, or an iterator of either. Directories are made; the file appears when complete."""
+        return WriteInfo.of(await self._controller.write_file(self._id, guest_path(path), data, mode, append))
+
+    async def write_files(self, entries: Iterable[Mapping[str, Any]]) -> builtins.list[WriteInfo]:
+        """Several, each `{"path": …, "data": …}`, one after the other."""
+        return [await self.write(entry["path"], entry["data"]) for entry in entries]
+
+    async def list(self, path: str = ".") -> builtins.list[EntryInfo]:
+        listing = await self._controller.list_files(self._id, guest_path(path))
+        if listing["truncated"]:
+            raise InvalidInput(f"{path} has more entries than are listed", hint="List it with: commands.run('ls …')")
+        return [EntryInfo.of(entry) for entry in listing["entries"]]
+
+    async def exists(self, path: str) -> bool:
+        return await self._find(path) is not None
+
+    async def _find(self, path: str) -> FileInfo | None:
+        try:
+            return await self._controller.stat_file(self._id, guest_path(path))
+        except ForkdError as error:
+            if not isinstance(error, NotFound) and error.code != "not_dir":
+                raise
+            await self._controller.get_sandbox(self._id)  # raises when it is the sandbox that does not exist
+            return None
+
+    async def get_info(self, path: str) -> EntryInfo:
+        return EntryInfo.of(await self._controller.stat_file(self._id, guest_path(path)))
+
+    async def remove(self, path: str) -> None:
+        """A directory with all that is in it."""
+        await self._controller.remove_file(self._id, guest_path(path), True)
+
+    async def rename(self, old_path: str, new_path: str) -> EntryInfo:
+        await self._controller.rename_file(self._id, guest_path(old_path), guest_path(new_path))
+        return await self.get_info(new_path)
+
+    async def make_dir(self, path: str) -> bool:
+        """With its parents. False when it existed."""
+        found = await self._find(path)
+        if found is not None and found["type"] == "dir":
+            return False
+        await self._controller.make_dir(self._id, guest_path(path), True)
+        return True
+
+
+class AsyncSandbox(AsyncOpening):
+    """Fork one from `tag` (else FORKD_TAG, else "pyagent"). In a `with` block it is killed at the end.
+
+    With `spawn=False` the one whose guest_addr is `target` (else FORKD_TARGET) is found instead. `timeout` is for
+    `eval`, in seconds. `controller`: else one that sandboxes share. The asynchronous one is forked by `await` or by
+    `async with`, and lets go of the shared controller in `kill`, at the end of its block, or in `close`.
     """
 
     commands: AsyncCommands
@@ -44,16 +123,28 @@ class AsyncSandbox:
         spawn: bool = True,
         controller: AsyncController | None = None,
     ) -> None:
-        self._unopened: _Unopened | None = (controller, plans.open_sandbox(tag, target, spawn), timeout)
+        if spawn:
+            port = None if target is None else port_of(target)
+            self._opens(partial(self._fork, controller, choose_tag(tag), port, timeout))
+        else:
+            self._opens(partial(self._find, controller, target or os.environ.get("FORKD_TARGET"), timeout))
 
-    def __await__(self) -> Generator[Any, None, Self]:
-        return self._ready().__await__()
+    async def _fork(self, controller: AsyncController | None, tag: str, port: int | None, timeout: float) -> None:
+        async with async_leased(controller) as used:
+            made = await used.spawn_sandboxes(tag, agent_port=port)
+            self._attach(used, made[0], timeout, leased=controller is None)
 
-    async def _ready(self) -> Self:
-        if self._unopened is not None:
-            unopened, self._unopened = self._unopened, None
-            await self._open(*unopened)
-        return self
+    async def _find(self, controller: AsyncController | None, target: str | None, timeout: float) -> None:
+        if not target:
+            raise InvalidInput(
+                "No target to find a sandbox by", hint="Give target=, or a sandbox id to Sandbox.connect"
+            )
+        async with async_leased(controller) as used:
+            for info in await used.list_sandboxes():
+                if info["guest_addr"] == target:
+                    self._attach(used, info, timeout, leased=controller is None)
+                    return
+        raise NotFound(f"No sandbox answers at {target}", hint="The addresses are guest_addr in: forkd ls --json")
 
     @classmethod
     async def create(
@@ -62,40 +153,32 @@ class AsyncSandbox:
         timeout: float | None = None,
         *,
         envs: Mapping[str, str] | None = None,
-        metadata: Mapping[str, str] | None = None,
-        labels: Mapping[str, str] | None = None,
-        on_timeout: str | None = None,
         memory_limit_mib: int | None = None,
-        cpu_limit: float | None = None,
-        pids_limit: int | None = None,
-        io_limit_mib_s: int | None = None,
         controller: AsyncController | None = None,
+        **options: Unpack[SandboxOptions],
     ) -> Self:
         """Fork one. `timeout` is how long it may live, in seconds, as with E2B; None: until it is killed.
 
-        `on_timeout` is what happens then: "kill" or "pause". `envs` is for its commands and code. A limit that the
-        daemon's host cannot enforce is refused with Unsupported.
+        `envs` is for its commands and code. A limit that the daemon's host cannot enforce is refused with Unsupported.
         """
-        spawn = Spawn(
-            plans.choose_tag(tag),
-            memory_limit_mib=memory_limit_mib,
-            cpu_limit=cpu_limit,
-            pids_limit=pids_limit,
-            io_limit_mib_s=io_limit_mib_s,
-            timeout_secs=timeout,
-            on_timeout=on_timeout,
-            env=envs,
-            labels=labels,
-            metadata=metadata,
-        )
-        return await cls.__new__(cls)._open(controller, plans.create(spawn))
+        async with async_leased(controller) as used:
+            made = await used.spawn_sandboxes(
+                choose_tag(tag), memory_limit_mib=memory_limit_mib, timeout_secs=timeout, env=envs, **options
+            )
+            return cls.__new__(cls)._attach(used, made[0], EVAL_TIMEOUT_S, leased=controller is None)
 
     @classmethod
     async def connect(
         cls, sandbox_id: str, timeout: float | None = None, *, controller: AsyncController | None = None
     ) -> Self:
         """One that exists; a paused one is resumed. `timeout` sets how long it may live from now."""
-        return await cls.__new__(cls)._open(controller, plans.connect(sandbox_id, timeout))
+        async with async_leased(controller) as used:
+            info = await used.get_sandbox(sandbox_id)
+            if info["state"] == "paused":
+                info = await used.resume_sandbox(sandbox_id)
+            if timeout is not None:
+                info = await used.set_sandbox_timeout(sandbox_id, timeout)
+            return cls.__new__(cls)._attach(used, info, EVAL_TIMEOUT_S, leased=controller is None)
 
     @classmethod
     async def list(
@@ -108,36 +191,22 @@ class AsyncSandbox:
         controller: AsyncController | None = None,
     ) -> list[SandboxInfo]:
         """All that match all of it."""
-        async with leased(controller) as used:
+        async with async_leased(controller) as used:
             return await used.list_sandboxes(state=state, snapshot_tag=snapshot_tag, labels=labels, metadata=metadata)
 
-    async def _open(
-        self, controller: AsyncController | None, plan: Plan[SandboxInfo], timeout: float = EVAL_TIMEOUT_S
-    ) -> Self:
-        async with leased(controller) as used:
-            info = await used.transport.perform(plan)
-            return self._attach(used, info, timeout, leased=controller is None)
-
     def _attach(self, controller: AsyncController, info: SandboxInfo, timeout: float, *, leased: bool) -> Self:
-        self._unopened = None
-        self._lease = lease_controller(controller) if leased else None
+        self._lease = async_lease_controller(controller) if leased else None
         self._controller = controller
-        self._transport = transport = controller.transport
         self._timeout, self._id, self._tag = timeout, info["id"], info["snapshot_tag"]
-        self.commands = AsyncCommands(transport, self._id)
-        self.files = AsyncFiles(transport, self._id)
-        self.pty = AsyncPty(transport, self._id)
+        self.commands = AsyncCommands(controller, self._id)
+        self.files = AsyncFiles(controller, self._id)
+        self.pty = AsyncPty(controller, self._id)
         return self
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(id={self._id!r}, tag={self._tag!r})"
 
-    async def __aenter__(self) -> Self:
-        return await self._ready()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.kill()
 
     @property
@@ -153,57 +222,76 @@ class AsyncSandbox:
         return self._tag
 
     async def info(self) -> SandboxInfo:
-        return await self._transport.send(sandboxes.get_sandbox(self._id))
+        return await self._controller.get_sandbox(self._id)
 
     async def get_info(self) -> SandboxInfo:
         return await self.info()
 
     async def is_running(self) -> bool:
         """False when it is paused, dead or gone."""
-        return await self._transport.perform(plans.is_running(self._id))
+        try:
+            info = await self.info()
+        except NotFound:
+            return False
+        return info["state"] == "running"
 
     async def ping(self) -> PingResponse:
-        return await self._transport.send(sandboxes.ping_sandbox(self._id))
+        return await self._controller.ping_sandbox(self._id)
 
     async def set_timeout(self, timeout: float | None, on_timeout: str | None = None) -> SandboxInfo:
         """How long it may live, in seconds from now; None: until it is killed."""
-        return await self._transport.send(sandboxes.set_sandbox_timeout(self._id, timeout, on_timeout))
+        return await self._controller.set_sandbox_timeout(self._id, timeout, on_timeout)
+
+    async def rename(self, name: str | None) -> SandboxInfo:
+        """A name that can be used in place of the id, unique in its home; None takes it away."""
+        return await self._controller.rename_sandbox(self._id, name)
 
     async def pause(self) -> SandboxInfo:
-        return await self._transport.send(sandboxes.pause_sandbox(self._id))
+        return await self._controller.pause_sandbox(self._id)
 
     async def resume(self) -> SandboxInfo:
-        return await self._transport.send(sandboxes.resume_sandbox(self._id))
+        return await self._controller.resume_sandbox(self._id)
 
     async def kill(self) -> bool:
         """False when it was gone already."""
         try:
-            return await self._transport.perform(plans.kill(self._id))
+            await self._controller.kill_sandbox(self._id)
+        except NotFound:
+            return False
         finally:
             await self.close()
+        return True
 
     async def close(self) -> None:
         """Let go of it without killing it."""
         lease, self._lease = self._lease, None
         if lease is not None:
-            await release_controller(lease)
+            await async_release_controller(lease)
 
     async def console(self) -> str:
-        return await self._transport.send(sandboxes.sandbox_console(self._id))
+        return await self._controller.sandbox_console(self._id)
 
     async def fork(self, count: int = 1) -> builtins.list[Self]:
-        """`count` new ones that go on from where this one is. Unsupported until the daemon can branch."""
-        made = await self._transport.perform(plans.fork(self._id, count))
+        """`count` new ones that go on from where this one is: a branch of it, and forks of that.
+
+        When they cannot be forked the branch is deleted. An engine that cannot branch raises Unsupported.
+        """
+        branch = await self._controller.branch_sandbox(self._id)
+        try:
+            made = await self._controller.spawn_sandboxes(branch["tag"], count)
+        except ForkdError:
+            await self._controller.delete_snapshot(branch["tag"])
+            raise
         new, leased = type(self).__new__, self._lease is not None
         return [new(type(self))._attach(self._controller, info, self._timeout, leased=leased) for info in made]
 
     async def eval(self, code: str, timeout: float | None = None) -> str:
         """The repr of the last expression, "None" when there is none; what the code raised becomes EvalFailed."""
-        return repr_of(await self._transport.send(commands.eval_code(self._id, code, timeout or self._timeout)))
+        return repr_of(await self._controller.eval_code(self._id, code, timeout or self._timeout))
 
     async def eval_value(self, code: str, timeout: float | None = None) -> Any:
         """The value of the last expression itself, when JSON has such values."""
-        return value_of(await self._transport.send(commands.eval_code(self._id, code, timeout or self._timeout)))
+        return value_of(await self._controller.eval_code(self._id, code, timeout or self._timeout))
 
     async def run_code(
         self,
@@ -213,8 +301,9 @@ class AsyncSandbox:
         timeout: float | None = None,
     ) -> Execution:
         """Results, output and the error if any, none of which is raised. Names stay defined for the next call."""
-        limit_s = timeout or plans.COMMAND_TIMEOUT_S
+        limit_s = timeout or COMMAND_TIMEOUT_S
         if on_stdout is None and on_stderr is None:
-            return execution_of(await self._transport.send(commands.eval_code(self._id, code, limit_s)))
-        events = self._transport.output(commands.eval_stream(self._id, code, limit_s))
-        return (await follow(events, on_stdout, on_stderr)).execution()
+            return execution_of(await self._controller.eval_code(self._id, code, limit_s))
+        events = self._controller.eval_stream(self._id, code, limit_s)
+        collector = await async_follow(events, on_stdout, on_stderr)
+        return collector.execution()

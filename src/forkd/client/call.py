@@ -1,18 +1,34 @@
-"""One request as a value: what to send, how to read the answer, and whether sending it twice does harm."""
+"""One request as a value: what to send, what the answer is, and whether sending it twice does harm."""
 
 from __future__ import annotations
 
 import enum
 import json
-from collections.abc import AsyncIterable, Callable, Generator, Iterable, Mapping
+from collections.abc import AsyncIterable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from types import NoneType
+from typing import Any, Generic, TypeVar, cast, get_origin
 from urllib.parse import quote
+
+import httpx
 
 from forkd.errors import InvalidInput, Unreachable
 
-T = TypeVar("T", covariant=True)
+API = "v1"
+CONNECT_S = 10.0
+PROBE_S = 5.0
+SLACK_S = 75.0  # an answer may come this long after what was asked for took its own time; the daemon gives a guest 60 s
+STREAM_SILENCE_S = 45.0  # the daemon sends a comment every 15 s
+MAX_CONNECTIONS = 200
+# Shorter than servers keep idle connections, so that a call does not go out on one that is being closed.
+KEEPALIVE_S = 4.0
+LIMITS = httpx.Limits(
+    max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS, keepalive_expiry=KEEPALIVE_S
+)
+
+T = TypeVar("T")
 Content = bytes | Iterable[bytes] | AsyncIterable[bytes]
+Query = tuple[tuple[str, str], ...]
 
 
 class Again(enum.Enum):
@@ -23,19 +39,11 @@ class Again(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Answer:
-    status: int
-    body: bytes
-    headers: Mapping[str, str]  # any case of a name finds it
-    url: str
-
-
-@dataclass(frozen=True)
 class Call(Generic[T]):
+    answer: type[T]  # JSON of this type; else str, bytes or None. Of a stream: the type of one event
     method: str
     parts: tuple[str, ...]
-    read: Callable[[Answer], T]
-    query: tuple[tuple[str, str], ...] = ()
+    query: Query = ()
     body: Mapping[str, Any] | None = None  # JSON
     content: Content | None = None  # raw
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -45,7 +53,31 @@ class Call(Generic[T]):
     probe: bool = False  # asked to learn whether the daemon is there: one attempt, a short wait
 
 
-Plan = Generator[Call[Any], Any, T]  # several calls, one after the other; answers are sent into it
+def get(answer: type[T], *parts: str, query: Query = ()) -> Call[T]:
+    return Call(answer, "GET", (API, *parts), query, again=Again.SAFE)
+
+
+def post(
+    answer: type[T],
+    *parts: str,
+    query: Query = (),
+    body: Mapping[str, Any] | None = None,
+    content: bytes | None = None,
+    key: str | None = None,
+    again: Again = Again.UNSENT,
+    takes_s: float = 0.0,
+) -> Call[T]:
+    """`key` makes a second attempt harmless."""
+    headers = {} if key is None else {"Idempotency-Key": key}
+    return Call(answer, "POST", (API, *parts), query, body, content, headers, again=again, takes_s=takes_s)
+
+
+def delete(*parts: str, query: Query = ()) -> Call[None]:
+    return Call(NoneType, "DELETE", (API, *parts), query, again=Again.SAFE, gone_is_done=True)
+
+
+def query_of(**fields: str | int | None) -> Query:
+    return tuple((name, str(value)) for name, value in fields.items() if value is not None)
 
 
 def render_target(call: Call[Any]) -> str:
@@ -53,23 +85,23 @@ def render_target(call: Call[Any]) -> str:
     path = "".join(f"/{_escape_part(part)}" for part in call.parts)
     if not call.query:
         return path
-    return path + "?" + "&".join(f"{name}={escape(value)}" for name, value in call.query)
+    return path + "?" + "&".join(f"{name}={_escape(value)}" for name, value in call.query)
 
 
-def escape(text: str) -> str:
-    """Lone surrogates stand for bytes that are no UTF-8, in names of files."""
+def _escape(text: str) -> str:
+    """Lone surrogates stand for bytes that are not UTF-8, in names of files."""
     try:
         return quote(text.encode("utf-8", "surrogateescape"), safe="")
     except UnicodeEncodeError:
-        raise InvalidInput(f"{ascii(text)[:80]} cannot be sent: it is no text") from None
+        raise InvalidInput(f"Cannot send {ascii(text)[:80]}: not valid text") from None
 
 
 def _escape_part(part: str) -> str:
     if not isinstance(part, str):
-        raise InvalidInput(f"{ascii(part)[:80]} is not a name: it is no text")
+        raise InvalidInput(f"A name must be text, got {ascii(part)[:80]}")
     if not part:
-        raise InvalidInput("A name is empty")
-    escaped = escape(part)
+        raise InvalidInput("A name must not be empty")
+    escaped = _escape(part)
     return escaped.replace(".", "%2E") if part in (".", "..") else escaped
 
 
@@ -87,40 +119,46 @@ def render_body(call: Call[Any]) -> tuple[Content | None, dict[str, str]]:
         raise InvalidInput(f"The request cannot be written as JSON: {error}") from None
 
 
-def drop_unset(**fields: Any) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
+def choose_timeout(call: Call[Any], timeout_s: float) -> httpx.Timeout:
+    if call.probe:
+        return httpx.Timeout(min(PROBE_S, timeout_s))
+    read_s = max(timeout_s, call.takes_s + SLACK_S) if call.takes_s else timeout_s
+    return httpx.Timeout(connect=min(CONNECT_S, timeout_s), read=read_s, write=timeout_s, pool=read_s)
 
 
-def query_of(**fields: str | int | None) -> tuple[tuple[str, str], ...]:
-    return tuple((name, str(value)) for name, value in fields.items() if value is not None)
+def choose_stream_timeout(timeout_s: float) -> httpx.Timeout:
+    return httpx.Timeout(
+        connect=min(CONNECT_S, timeout_s), read=max(STREAM_SILENCE_S, timeout_s), write=timeout_s, pool=timeout_s
+    )
 
 
-def as_json(answer: Answer) -> Any:
-    """The body, None when empty. Something that answers 200 and no JSON is not our daemon."""
-    if not answer.body:
-        return None
+def read_answer(call: Call[T], response: httpx.Response) -> T:
+    kind = get_origin(call.answer) or call.answer
+    value: object
+    if kind is NoneType:
+        value = None
+    elif kind is bytes:
+        value = response.content
+    elif kind is str:
+        value = response.content.decode("utf-8", "replace")
+    else:
+        value = _read_json(response, list if kind is list else dict)
+    return cast(T, value)
+
+
+def _read_json(response: httpx.Response, kind: type) -> object:
+    """A server that answers 200 with anything else is not our daemon."""
     try:
-        return json.loads(answer.body)
+        value = json.loads(response.content)
     except (ValueError, RecursionError):
-        raise not_ours(answer) from None
-
-
-def as_text(answer: Answer) -> str:
-    return answer.body.decode("utf-8", "replace")
-
-
-def as_bytes(answer: Answer) -> bytes:
-    return answer.body
-
-
-def as_nothing(answer: Answer) -> None:
-    return None
-
-
-def not_ours(answer: Answer) -> Unreachable:
+        value = None
+    if isinstance(value, kind):
+        return value
+    expected = "a JSON list" if kind is list else "a JSON object"
     error = Unreachable(
-        f"What answers at {answer.url} is not a forkd daemon: {answer.status} and no JSON",
+        f"The server at {response.url} is not a forkd daemon: expected {expected}, got {response.content[:80]!r}",
         hint="Check FORKD_URL",
     )
-    error.status, error.url, error.body = answer.status, answer.url, as_text(answer)[:2000]
-    return error
+    error.status, error.url = response.status_code, str(response.url)
+    error.body = response.content.decode("utf-8", "replace")[:2000]
+    raise error

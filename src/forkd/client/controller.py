@@ -1,28 +1,49 @@
-"""The daemon's API, route by route: plain dicts in and out, one connection pool, for any number of threads."""
+# Generated from async_controller.py by tools/unasync.py: do not edit.
+"""The daemon's API, one method per route. docs/reference/rest.md is the contract."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Self
+import secrets
+from collections.abc import Generator, Mapping, Sequence
+from types import NoneType
+from typing import Self, TypeVar, Unpack
 
-from forkd.client import probes
-from forkd.client.calls import commands, files, sandboxes, service, snapshots, workspaces
-from forkd.client.calls.commands import Command
-from forkd.client.calls.sandboxes import Spawn
+from forkd.client.arguments import (
+    CommandOptions,
+    Data,
+    Limits,
+    SpawnOptions,
+    check_key,
+    content_of,
+    drop_unset,
+    render_command,
+    render_options,
+)
+from forkd.client.call import API, Again, Call, delete, get, post, query_of, read_answer
 from forkd.client.endpoint import Endpoint, find_endpoint
+from forkd.client.results import FileWritten
 from forkd.client.stream import StreamEvent
 from forkd.client.transport import Transport
-from forkd.client.values import FileWritten
+from forkd.errors import ForkdError, Unreachable
 from forkd.wire import api
 
 DEFAULT_TIMEOUT_S = 60.0
+_PAGE = 1000
+# How long the daemon may need, beyond an ordinary answer.
+_SPAWN_S = 60.0
+_SPAWN_EACH_S = 1.0
+_FREEZE_S = 600.0  # without KVM a boot alone takes a minute
+_REHEARSE_S = 300.0  # with the turn of others before it
+_READ_INPUT_S = 90.0  # what a program is given to read what is written to it
+
+T = TypeVar("T")
 
 
 class Controller:
     """`base_url`: else FORKD_URL, else the daemon's unix socket, else http://127.0.0.1:8889. `token`: else FORKD_TOKEN.
 
-    `timeout` is how long an answer may take, in seconds; a command's own timeout comes on top.
+    `timeout` is how long an answer may take, in seconds; a command's own timeout comes on top. Plain dicts go in and
+    come out. The asynchronous one is for one event loop, and is closed before that ends.
     """
 
     def __init__(
@@ -37,14 +58,12 @@ class Controller:
         return made
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.transport.endpoint.name!r})"
+        return f"{type(self).__name__}({self.url!r})"
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -54,42 +73,54 @@ class Controller:
     def url(self) -> str:
         return self.transport.endpoint.name
 
+    def _send(self, call: Call[T]) -> T:
+        return self.transport.send(call)
+
     def version(self) -> api.VersionResponse:
-        return self.transport.send(service.version())
+        return self._send(Call(api.VersionResponse, "GET", ("version",), again=Again.SAFE))
 
     def healthy(self) -> bool:
         """Whether a daemon answers. One attempt, no error."""
-        return self.transport.perform(probes.is_healthy())
+        return self._probe("healthz")
 
     def ready(self) -> bool:
         """Whether it takes work. One attempt, no error."""
-        return self.transport.perform(probes.is_ready())
+        return self._probe("readyz")
+
+    def _probe(self, path: str) -> bool:
+        try:
+            answer = self.transport.exchange(Call(NoneType, "GET", (path,), probe=True))
+        except ForkdError:
+            return False
+        return answer.status_code == 200
 
     def metrics(self) -> str:
-        return self.transport.send(service.metrics())
+        return self._send(Call(str, "GET", ("metrics",), again=Again.SAFE))
 
     def lineage(self) -> api.Lineage:
-        return self.transport.send(service.lineage())
+        return self._send(get(api.Lineage, "lineage"))
 
     def events(
         self, *, since: int | None = None, type: str | None = None, sandbox_id: str | None = None
     ) -> Generator[api.Event, None, None]:
         """What happens, as it happens; without end. `since`: first those after that id."""
-        return self.transport.events(service.follow_events(since, type, sandbox_id))
+        query = query_of(follow="true", since=since, type=type, sandbox_id=sandbox_id)
+        return self.transport.events(get(api.Event, "events", query=query))
 
     def list_events(
         self, *, since: int = 0, type: str | None = None, sandbox_id: str | None = None, limit: int = 1000
     ) -> list[api.Event]:
-        return self.transport.send(service.list_events(since, type, sandbox_id, limit))
+        query = query_of(since=since, type=type, sandbox_id=sandbox_id, limit=limit)
+        return self._send(get(list[api.Event], "events", query=query))
 
     def list_snapshots(self) -> list[api.SnapshotInfo]:
-        return self.transport.send(snapshots.list_snapshots())
+        return self._send(get(list[api.SnapshotInfo], "snapshots"))
 
     def get_snapshot(self, tag: str) -> api.SnapshotInfo:
-        return self.transport.send(snapshots.get_snapshot(tag))
+        return self._send(get(api.SnapshotInfo, "snapshots", tag))
 
     def snapshot_info(self, tag: str) -> api.SnapshotInfoDetail:
-        return self.transport.send(snapshots.snapshot_info(tag))
+        return self._send(get(api.SnapshotInfoDetail, "snapshots", tag, "info"))
 
     def create_snapshot(
         self,
@@ -110,34 +141,34 @@ class Controller:
 
         `rehearse` is Python that templates of it evaluate before they are forked, so that forks find that code warm.
         """
-        return self.transport.send(
-            snapshots.create_snapshot(
-                tag,
-                image,
-                memory_mib=memory_mib,
-                vcpus=vcpus,
-                cpu_template=cpu_template,
-                warm=warm,
-                warm_command=warm_command,
-                warm_timeout_secs=warm_timeout_secs,
-                rehearse=rehearse,
-                replace=replace,
-                wait=wait,
-            )
+        body = drop_unset(
+            tag=tag,
+            image=image,
+            memory_mib=memory_mib,
+            vcpus=vcpus,
+            cpu_template=cpu_template,
+            warm=warm,
+            warm_command=warm_command,
+            warm_timeout_secs=warm_timeout_secs,
+            rehearse=rehearse,
+            replace=replace,
+            wait=wait,
         )
+        takes_s = warm_timeout_secs + _FREEZE_S if wait else 0.0
+        return self._send(post(api.SnapshotInfo, "snapshots", body=body, takes_s=takes_s))
 
     def warm_snapshot(self, tag: str) -> api.TemplateInfo:
         """Have a template of it now, ahead of its first fork: forks of a template are quicker."""
-        return self.transport.send(snapshots.warm_snapshot(tag))
+        return self._send(post(api.TemplateInfo, "snapshots", tag, "warm", again=Again.SAFE, takes_s=_REHEARSE_S))
 
     def list_templates(self) -> list[api.TemplateInfo]:
-        return self.transport.send(snapshots.list_templates())
+        return self._send(get(list[api.TemplateInfo], "templates"))
 
     def delete_snapshot(self, tag: str) -> None:
-        return self.transport.send(snapshots.delete_snapshot(tag))
+        self._send(delete("snapshots", tag))
 
     def compact_snapshot(self, tag: str, to: str) -> api.SnapshotInfo:
-        return self.transport.send(snapshots.compact_snapshot(tag, to))
+        return self._send(post(api.SnapshotInfo, "snapshots", tag, "compact", body={"to": to}, takes_s=_FREEZE_S))
 
     def spawn_sandboxes(
         self,
@@ -149,40 +180,24 @@ class Controller:
         live_fork: bool = False,
         hugepages: bool = False,
         *,
-        cpu_limit: float | None = None,
-        pids_limit: int | None = None,
-        io_limit_mib_s: int | None = None,
-        timeout_secs: float | None = None,
-        on_timeout: str | None = None,
-        env: Mapping[str, str] | None = None,
-        labels: Mapping[str, str] | None = None,
-        metadata: Mapping[str, str] | None = None,
-        allow_partial: bool = False,
-        agent_port: int | None = None,
         idempotency_key: str | None = None,
+        **options: Unpack[SpawnOptions],
     ) -> list[api.SandboxInfo]:
-        """Fork `n`, all or none. A lost connection is no danger: the call has a key, and is made again."""
-        spawn = Spawn(
-            snapshot_tag,
-            n,
-            per_child_netns,
-            memory_limit_mib,
-            prewarm,
-            live_fork,
-            hugepages,
-            cpu_limit,
-            pids_limit,
-            io_limit_mib_s,
-            timeout_secs,
-            on_timeout,
-            env,
-            labels,
-            metadata,
-            allow_partial,
-            agent_port,
-            idempotency_key,
+        """Fork `n`, all or none. After a lost connection the call is made again; its key keeps that harmless."""
+        body = drop_unset(
+            snapshot_tag=snapshot_tag,
+            n=n,
+            per_child_netns=per_child_netns,
+            memory_limit_mib=memory_limit_mib,
+            prewarm=prewarm or None,
+            live_fork=live_fork or None,
+            hugepages=hugepages or None,
+            **render_options(SpawnOptions, options),
         )
-        return self.transport.send(sandboxes.spawn_sandboxes(spawn))
+        key = f"sdk-{secrets.token_hex(16)}" if idempotency_key is None else check_key(idempotency_key)
+        takes_s = _SPAWN_S + _SPAWN_EACH_S * n
+        call = post(list[api.SandboxInfo], "sandboxes", body=body, key=key, again=Again.SAFE, takes_s=takes_s)
+        return self._send(call)
 
     def list_sandboxes(
         self,
@@ -193,30 +208,49 @@ class Controller:
         metadata: Mapping[str, str] | None = None,
     ) -> list[api.SandboxInfo]:
         """All that match all of it, oldest first, however many pages that takes."""
-        return self.transport.perform(
-            sandboxes.list_sandboxes(state=state, snapshot_tag=snapshot_tag, labels=labels, metadata=metadata)
-        )
+        pairs = [("label", f"{name}={value}") for name, value in (labels or {}).items()]
+        pairs += [("metadata", f"{name}={value}") for name, value in (metadata or {}).items()]
+        query = (*query_of(state=state, snapshot_tag=snapshot_tag), *pairs)
+        found: list[api.SandboxInfo] = []
+        token: str | None = None
+        while True:
+            page = (*query, *query_of(limit=_PAGE, page_token=token))
+            call = get(list[api.SandboxInfo], "sandboxes", query=page)
+            answer = self.transport.exchange(call)
+            sandboxes = read_answer(call, answer)
+            found += sandboxes
+            last, token = token, answer.headers.get("x-next-token") or None
+            if token is None:
+                return found
+            if token == last:
+                raise Unreachable("The daemon sends the same page again and again", hint="Check FORKD_URL")
 
     def get_sandbox(self, sandbox_id: str) -> api.SandboxInfo:
-        return self.transport.send(sandboxes.get_sandbox(sandbox_id))
+        return self._send(get(api.SandboxInfo, "sandboxes", sandbox_id))
 
     def kill_sandbox(self, sandbox_id: str) -> None:
-        return self.transport.send(sandboxes.kill_sandbox(sandbox_id))
+        self._send(delete("sandboxes", sandbox_id))
 
     def ping_sandbox(self, sandbox_id: str) -> api.PingResponse:
-        return self.transport.send(sandboxes.ping_sandbox(sandbox_id))
+        return self._send(post(api.PingResponse, "sandboxes", sandbox_id, "ping", again=Again.SAFE))
 
     def pause_sandbox(self, sandbox_id: str) -> api.SandboxInfo:
-        return self.transport.send(sandboxes.pause_sandbox(sandbox_id))
+        return self._send(post(api.SandboxInfo, "sandboxes", sandbox_id, "pause", again=Again.SAFE))
 
     def resume_sandbox(self, sandbox_id: str) -> api.SandboxInfo:
-        return self.transport.send(sandboxes.resume_sandbox(sandbox_id))
+        return self._send(post(api.SandboxInfo, "sandboxes", sandbox_id, "resume", again=Again.SAFE))
 
     def set_sandbox_timeout(
         self, sandbox_id: str, timeout_secs: float | None, on_timeout: str | None = None
     ) -> api.SandboxInfo:
         """A deadline, counted from now; None takes it away."""
-        return self.transport.send(sandboxes.set_sandbox_timeout(sandbox_id, timeout_secs, on_timeout))
+        body = {"timeout_secs": timeout_secs, **drop_unset(on_timeout=on_timeout)}
+        return self._send(post(api.SandboxInfo, "sandboxes", sandbox_id, "timeout", body=body, again=Again.SAFE))
+
+    def rename_sandbox(self, sandbox_id: str, name: str | None) -> api.SandboxInfo:
+        """A name can be used wherever an id can; None takes it away."""
+        call = post(api.SandboxInfo, "sandboxes", sandbox_id, "rename", body={"name": name}, again=Again.SAFE)
+        return self._send(call)
 
     def branch_sandbox(
         self,
@@ -227,10 +261,18 @@ class Controller:
         mode: str | None = None,
         wait: bool = True,
     ) -> api.SnapshotInfo:
-        return self.transport.send(sandboxes.branch_sandbox(sandbox_id, tag, diff, measure_diff, mode, wait))
+        """Freeze it where it is, under `tag`. `mode` wins over `diff`, as in the forkd SDK."""
+        body = drop_unset(
+            tag=tag,
+            mode=None if mode is None else str(getattr(mode, "value", mode)),
+            diff=True if diff and mode is None else None,
+            measure_diff=measure_diff or None,
+            wait=None if wait else False,
+        )
+        return self._send(post(api.SnapshotInfo, "sandboxes", sandbox_id, "branch", body=body, takes_s=_FREEZE_S))
 
     def sandbox_console(self, sandbox_id: str) -> str:
-        return self.transport.send(sandboxes.sandbox_console(sandbox_id))
+        return self._send(get(str, "sandboxes", sandbox_id, "console"))
 
     def exec_command(
         self,
@@ -238,14 +280,12 @@ class Controller:
         args: Sequence[str] | None = None,
         timeout_secs: float = 30,
         *,
-        shell: str | None = None,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        user: str | int | None = None,
         stdin: str | None = None,
+        **options: Unpack[CommandOptions],
     ) -> api.ExecResponse:
-        command = Command(args, shell, timeout_secs, cwd, env, user, stdin)
-        return self.transport.send(commands.exec_command(sandbox_id, command))
+        body = render_command(args, timeout_secs, stdin, **options)
+        takes_s = timeout_secs or 0.0
+        return self._send(post(api.ExecResponse, "sandboxes", sandbox_id, "exec", body=body, takes_s=takes_s))
 
     def exec_stream(
         self,
@@ -253,95 +293,106 @@ class Controller:
         args: Sequence[str] | None = None,
         timeout_secs: float = 30,
         *,
-        shell: str | None = None,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        user: str | int | None = None,
         stdin: str | None = None,
+        **options: Unpack[CommandOptions],
     ) -> Generator[StreamEvent, None, None]:
         """Output as it comes. Starts with the first event asked for; closing the iterator ends the command."""
-        command = Command(args, shell, timeout_secs, cwd, env, user, stdin)
-        return self.transport.output(commands.exec_stream(sandbox_id, command))
+        body = render_command(args, timeout_secs, stdin, **options)
+        return self.transport.output(post(StreamEvent, "sandboxes", sandbox_id, "exec", "stream", body=body))
 
     def eval_code(self, sandbox_id: str, code: str, timeout_secs: float = 60) -> api.EvalResponse:
-        return self.transport.send(commands.eval_code(sandbox_id, code, timeout_secs))
+        path = ("sandboxes", sandbox_id, "eval")
+        body = {"code": code, "timeout_secs": timeout_secs}
+        return self._send(post(api.EvalResponse, *path, body=body, takes_s=timeout_secs))
 
     def eval_stream(self, sandbox_id: str, code: str, timeout_secs: float = 60) -> Generator[StreamEvent, None, None]:
-        return self.transport.output(commands.eval_stream(sandbox_id, code, timeout_secs))
+        path = ("sandboxes", sandbox_id, "eval", "stream")
+        return self.transport.output(post(StreamEvent, *path, body={"code": code, "timeout_secs": timeout_secs}))
 
     def start_process(
         self,
         sandbox_id: str,
         args: Sequence[str] | None = None,
         *,
-        shell: str | None = None,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        user: str | int | None = None,
         stdin: bool = False,
         pty: tuple[int, int] | None = None,
         timeout_secs: float | None = None,
+        **options: Unpack[CommandOptions],
     ) -> api.ProcessInfo:
         """In the background; `pty` is (rows, columns)."""
-        command = Command(args, shell, timeout_secs, cwd, env, user, stdin, pty)
-        return self.transport.send(commands.start_process(sandbox_id, command))
+        body = render_command(args, timeout_secs, stdin, pty, **options)
+        return self._send(post(api.ProcessInfo, "sandboxes", sandbox_id, "processes", body=body))
 
     def list_processes(self, sandbox_id: str) -> list[api.ProcessInfo]:
-        return self.transport.send(commands.list_processes(sandbox_id))
+        return self._send(get(list[api.ProcessInfo], "sandboxes", sandbox_id, "processes"))
 
     def get_process(self, sandbox_id: str, pid: int) -> api.ProcessInfo:
-        return self.transport.send(commands.get_process(sandbox_id, pid))
+        return self._send(get(api.ProcessInfo, "sandboxes", sandbox_id, "processes", str(pid)))
 
     def process_output(self, sandbox_id: str, pid: int) -> Generator[StreamEvent, None, None]:
         """What is kept of its output, then what comes, then its exit."""
-        return self.transport.output(commands.process_output(sandbox_id, pid))
+        return self.transport.output(get(StreamEvent, "sandboxes", sandbox_id, "processes", str(pid), "output"))
 
     def write_stdin(self, sandbox_id: str, pid: int, data: bytes, eof: bool = False) -> None:
-        return self.transport.send(commands.write_stdin(sandbox_id, pid, data, eof))
+        path = ("sandboxes", sandbox_id, "processes", str(pid), "stdin")
+        query = query_of(eof="true" if eof else None)
+        self._send(post(NoneType, *path, query=query, content=data, takes_s=_READ_INPUT_S))
 
     def signal_process(self, sandbox_id: str, pid: int, signal: int = 15) -> None:
-        return self.transport.send(commands.signal_process(sandbox_id, pid, signal))
+        path = ("sandboxes", sandbox_id, "processes", str(pid), "signal")
+        self._send(post(NoneType, *path, body={"signal": int(signal)}))
 
     def resize_process(self, sandbox_id: str, pid: int, rows: int, cols: int) -> None:
-        return self.transport.send(commands.resize_process(sandbox_id, pid, rows, cols))
+        path = ("sandboxes", sandbox_id, "processes", str(pid), "resize")
+        self._send(post(NoneType, *path, body={"rows": rows, "cols": cols}, again=Again.SAFE))
 
     def read_file(self, sandbox_id: str, path: str) -> bytes:
-        return self.transport.send(files.read_file(sandbox_id, path))
+        return self._send(_read_file(sandbox_id, path))
 
     def read_file_stream(self, sandbox_id: str, path: str) -> Generator[bytes, None, None]:
-        return self.transport.download(files.read_file(sandbox_id, path))
+        return self.transport.download(_read_file(sandbox_id, path))
 
     def write_file(
-        self,
-        sandbox_id: str,
-        path: str,
-        content: bytes | Iterable[bytes],
-        mode: int | str | None = None,
-        append: bool = False,
+        self, sandbox_id: str, path: str, content: Data, mode: int | str | None = None, append: bool = False
     ) -> FileWritten:
         """`mode` as a number (0o644) or octal digits ("644"). The file appears when complete."""
-        return self.transport.send(files.write_file(sandbox_id, path, content, mode, append))
+        digits = f"{mode:o}" if isinstance(mode, int) else mode
+        sent = content_of(content)
+        call = Call(
+            FileWritten,
+            "PUT",
+            (API, "sandboxes", sandbox_id, "files"),
+            query_of(path=path, mode=digits, append="true" if append else None),
+            content=sent,
+            # An iterator is empty the second time, and an append would be done twice.
+            again=Again.SAFE if isinstance(sent, bytes) and not append else Again.UNSENT,
+        )
+        return self._send(call)
 
     def remove_file(self, sandbox_id: str, path: str, recursive: bool = False) -> None:
-        return self.transport.send(files.remove_file(sandbox_id, path, recursive))
+        query = query_of(path=path, recursive="true" if recursive else None)
+        self._send(delete("sandboxes", sandbox_id, "files", query=query))
 
     def stat_file(self, sandbox_id: str, path: str) -> api.FileInfo:
-        return self.transport.send(files.stat_file(sandbox_id, path))
+        return self._send(get(api.FileInfo, "sandboxes", sandbox_id, "files", "stat", query=query_of(path=path)))
 
     def list_files(self, sandbox_id: str, path: str) -> api.FileListing:
-        return self.transport.send(files.list_files(sandbox_id, path))
+        route = ("sandboxes", sandbox_id, "files", "list")
+        return self._send(get(api.FileListing, *route, query=query_of(path=path)))
 
     def make_dir(self, sandbox_id: str, path: str, parents: bool = True) -> None:
-        return self.transport.send(files.make_dir(sandbox_id, path, parents))
+        route = ("sandboxes", sandbox_id, "files", "mkdir")
+        again = Again.SAFE if parents else Again.UNSENT
+        self._send(post(NoneType, *route, body={"path": path, "parents": parents}, again=again))
 
     def rename_file(self, sandbox_id: str, path: str, to: str) -> None:
-        return self.transport.send(files.rename_file(sandbox_id, path, to))
+        self._send(post(NoneType, "sandboxes", sandbox_id, "files", "rename", body={"path": path, "to": to}))
 
     def list_workspaces(self) -> list[api.WorkspaceInfo]:
-        return self.transport.send(workspaces.list_workspaces())
+        return self._send(get(list[api.WorkspaceInfo], "workspaces"))
 
     def get_workspace(self, name: str) -> api.WorkspaceInfo:
-        return self.transport.send(workspaces.get_workspace(name))
+        return self._send(get(api.WorkspaceInfo, "workspaces", name))
 
     def create_workspace(
         self,
@@ -349,22 +400,26 @@ class Controller:
         snapshot_tag: str,
         per_child_netns: bool = False,
         memory_limit_mib: int | None = None,
-        *,
-        cpu_limit: float | None = None,
-        pids_limit: int | None = None,
-        io_limit_mib_s: int | None = None,
+        **limits: Unpack[Limits],
     ) -> api.WorkspaceInfo:
-        return self.transport.send(
-            workspaces.create_workspace(
-                name, snapshot_tag, per_child_netns, memory_limit_mib, cpu_limit, pids_limit, io_limit_mib_s
-            )
+        body = drop_unset(
+            name=name,
+            snapshot_tag=snapshot_tag,
+            per_child_netns=per_child_netns,
+            memory_limit_mib=memory_limit_mib,
+            **render_options(Limits, limits),
         )
+        return self._send(post(api.WorkspaceInfo, "workspaces", body=body, takes_s=_SPAWN_S))
 
     def suspend_workspace(self, name: str) -> api.WorkspaceInfo:
-        return self.transport.send(workspaces.suspend_workspace(name))
+        return self._send(post(api.WorkspaceInfo, "workspaces", name, "suspend", body={}, takes_s=_SPAWN_S))
 
     def resume_workspace(self, name: str) -> api.WorkspaceInfo:
-        return self.transport.send(workspaces.resume_workspace(name))
+        return self._send(post(api.WorkspaceInfo, "workspaces", name, "resume", takes_s=_SPAWN_S))
 
     def delete_workspace(self, name: str) -> None:
-        return self.transport.send(workspaces.delete_workspace(name))
+        self._send(delete("workspaces", name))
+
+
+def _read_file(sandbox_id: str, path: str) -> Call[bytes]:
+    return get(bytes, "sandboxes", sandbox_id, "files", query=query_of(path=path))

@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 import httpx
 
+from forkd import __version__
 from forkd.errors import HostLacks, InvalidInput
 from forkd.wire.endpoint import DEFAULT_URL, find_socket
 
@@ -42,6 +43,14 @@ class Endpoint:
             return host == "localhost"
 
     @property
+    def headers(self) -> dict[str, str]:
+        """Of every request."""
+        headers = {"User-Agent": f"forkd-python/{__version__}", "Accept-Encoding": "identity"}
+        if self.token is not None:
+            headers["Authorization"] = f"Bearer {self.token}"
+        return headers
+
+    @property
     def is_tls(self) -> bool:
         return self.url.startswith("https://")
 
@@ -61,7 +70,7 @@ def parse_endpoint(url: str, token: str | None = None) -> Endpoint:
     if url.startswith(_UNIX):
         path = unquote(url.removeprefix(_UNIX))
         if not path.startswith("/"):
-            raise InvalidInput(f"{url!a} names no socket", hint="Write it as unix:///run/forkd/forkd.sock")
+            raise InvalidInput(f"{url!a} does not name a socket", hint="Write it as unix:///run/forkd/forkd.sock")
         if not has_unix_sockets():
             raise HostLacks("This system has no unix sockets", hint="Use the daemon's http:// address in FORKD_URL")
         return Endpoint(_SOCKET_URL, path, token)
@@ -73,7 +82,7 @@ def parse_endpoint(url: str, token: str | None = None) -> Endpoint:
         usable = False
     if not usable or split.query or split.fragment or split.username is not None:
         raise InvalidInput(
-            f"{url!a} is not a daemon's address",
+            f"{url!a} is not the address of a daemon",
             hint="Use http://host:port, https://host:port or unix:///path/to/forkd.sock",
         )
     return Endpoint(url.rstrip("/"), None, token)
@@ -86,7 +95,7 @@ def has_unix_sockets() -> bool:
 def _is_socket(path: Path) -> bool:
     try:
         return path.is_socket()
-    except OSError:  # somebody else's directory
+    except OSError:  # a directory of another user
         return False
 
 
@@ -95,5 +104,5 @@ def _checked_token(token: str | None) -> str | None:
     if not token:
         return None
     if not token.isascii() or not token.isprintable() or " " in token:
-        raise InvalidInput("The token has characters no token has", hint="Check FORKD_TOKEN")
+        raise InvalidInput("The token must be printable ASCII without spaces", hint="Check FORKD_TOKEN")
     return token

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Mapping
 
 import httpx
 
 from forkd import errors
-from forkd.client.call import Answer
-from forkd.client.retry import Fate
+from forkd.client.retry import Fate, Outcome, fate_of
 
 _BODY_SHOWN = 200
 
@@ -40,15 +40,21 @@ _TLS_HINT = "Name the file of the authority that signed the daemon's certificate
 _HINTS = {"unauthorized": "Set FORKD_TOKEN to a token made with: forkd token create"}
 
 
-def error_of_answer(answer: Answer) -> errors.ForkdError:
-    body = _parse(answer.body)
+def error_of(outcome: Outcome, *, name: str, url: str) -> errors.ForkdError:
+    if isinstance(outcome, httpx.Response):
+        return error_of_answer(outcome)
+    return error_of_transport(outcome, name=name, url=url)
+
+
+def error_of_answer(response: httpx.Response) -> errors.ForkdError:
+    body, status, url = _parse(response.content), response.status_code, str(response.url)
     if isinstance(body, dict) and isinstance(body.get("error"), str):
-        return error_of_body(body, status=answer.status, url=answer.url)
-    error = _BY_STATUS.get(answer.status, errors.ForkdError)(
-        f"{answer.url} answered {answer.status}{_shown(body)}",
-        hint="This is no answer of a forkd daemon; check FORKD_URL, and proxies on the way to it",
+        return error_of_body(body, status=status, url=url)
+    error = _BY_STATUS.get(status, errors.ForkdError)(
+        f"{url} answered {status}{_shown(body)}",
+        hint="A forkd daemon does not answer like this; check FORKD_URL, and proxies on the way to it",
     )
-    error.status, error.body, error.url = answer.status, body, answer.url
+    error.status, error.body, error.url = status, body, url
     return error
 
 
@@ -63,18 +69,12 @@ def error_of_body(body: Mapping[str, object], *, status: int | None, url: str) -
     return error
 
 
-def fate_of(error: httpx.HTTPError) -> Fate:
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout):
-        return Fate.UNSENT
-    return Fate.SLOW if isinstance(error, httpx.TimeoutException) else Fate.LOST
-
-
 def error_of_transport(error: httpx.HTTPError, *, name: str, url: str) -> errors.Unreachable:
     """`name` is the daemon's address for people."""
     if isinstance(error, httpx.PoolTimeout):
         found = errors.Unreachable(
             f"No connection to {name} came free in time; nothing was sent",
-            hint="Too many calls at once, or streams that nobody closes",
+            hint="There are too many calls at once, or streams that are never closed",
         )
     elif fate_of(error) is Fate.UNSENT:
         found = errors.Unreachable(
@@ -123,3 +123,16 @@ def _text(value: object) -> str | None:
 
 def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
+
+
+def close_refused(error: BaseException) -> None:
+    """httpcore (1.0) leaves the socket of a refused unix connection to the garbage collector. Close it now."""
+    failed: BaseException | None = error
+    while failed is not None:
+        trace = failed.__traceback__
+        while trace is not None:
+            made = trace.tb_frame.f_locals.get("sock")
+            if isinstance(made, socket.socket) and trace.tb_frame.f_globals["__name__"].startswith("httpcore."):
+                made.close()
+            trace = trace.tb_next
+        failed = failed.__cause__ or failed.__context__

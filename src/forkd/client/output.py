@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import codecs
+import inspect
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
-from forkd.client.execution import Execution, Logs, execution_of
+from forkd.client.results import CommandResult, Execution, Logs, execution_of
 from forkd.client.stream import StreamEvent
-from forkd.errors import Conflict, ForkdError, GuestTimeout
-from forkd.wire.api import ExecResponse
+from forkd.errors import Conflict, GuestTimeout
 
 MAX_KEPT_CHARS = 8 * 1024 * 1024  # of stdout and of stderr; the daemon keeps as much of an exec
 
@@ -47,33 +47,16 @@ def piece_of(message: OutputMessage) -> OutputPiece:
     return OutputPiece(stderr=message) if message.error else OutputPiece(stdout=message)
 
 
-@dataclass(frozen=True)
-class CommandResult:
-    stdout: str
-    stderr: str
-    exit_code: int  # negative: killed by that signal
-    truncated: bool = False  # more was written than is kept
-
-    def check(self) -> Self:
-        if self.exit_code != 0:
-            raise CommandFailed(self)
-        return self
+async def async_deliver(message: OutputMessage, on_stdout: Callback | None, on_stderr: Callback | None) -> None:
+    """Callbacks may be coroutine functions."""
+    call = on_stderr if message.error else on_stdout
+    if call is not None and inspect.isawaitable(answer := call(message)):
+        await answer
 
 
-class CommandFailed(ForkdError):
-    """A command that ended with another exit code than 0, where `check=True` asked for an error."""
-
-    code = "command_failed"
-
-    def __init__(self, result: CommandResult) -> None:
-        ended = f"by signal {-result.exit_code}" if result.exit_code < 0 else f"with exit code {result.exit_code}"
-        last = result.stderr.strip().splitlines()[-1:]
-        super().__init__(f"The command ended {ended}" + (f": {last[0][:200]}" if last else ""), details=result.stderr)
-        self.result = result
-
-
-def result_of(answer: ExecResponse) -> CommandResult:
-    return CommandResult(answer["stdout"], answer["stderr"], answer["exit_code"], bool(answer.get("truncated")))
+def deliver(message: OutputMessage, on_stdout: Callback | None, on_stderr: Callback | None) -> None:
+    if (call := on_stderr if message.error else on_stdout) is not None:
+        call(message)
 
 
 class _Text:
@@ -132,7 +115,7 @@ class Collector:
         return [message for kind, text in self._texts.items() for message in self._messages(kind, text.take(b"", True))]
 
     def note(self, event: StreamEvent) -> None:
-        """Only what is no output."""
+        """Only what is not output."""
         if event.kind == "gap":
             self._gap = True
         elif event.kind == "exit":

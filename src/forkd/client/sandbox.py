@@ -1,34 +1,110 @@
+# Generated from async_sandbox.py by tools/unasync.py: do not edit.
 """A sandbox as an object: the forkd SDK's class of this name, and E2B's everyday surface, through the daemon."""
 
 from __future__ import annotations
 
 import builtins
-from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, Self
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Literal, Self, Unpack, overload
 
-from forkd.client import plans
-from forkd.client.call import Plan
-from forkd.client.calls import commands, sandboxes
-from forkd.client.calls.sandboxes import Spawn
+from forkd.client.arguments import (
+    COMMAND_TIMEOUT_S,
+    Data,
+    SandboxOptions,
+    check_format,
+    choose_tag,
+    decode_file,
+    guest_path,
+    port_of,
+)
 from forkd.client.controller import Controller
-from forkd.client.execution import Execution, execution_of, repr_of, value_of
-from forkd.client.handles import follow
 from forkd.client.output import Callback
-from forkd.client.sandbox_commands import Commands, Pty
-from forkd.client.sandbox_files import Files
-from forkd.client.shared import shared_controller
-from forkd.client.transport import Transport
-from forkd.wire.api import PingResponse, SandboxInfo
+from forkd.client.processes import Commands, Pty, follow
+from forkd.client.results import EntryInfo, Execution, WriteInfo, execution_of, repr_of, value_of
+from forkd.client.shared import Opening, lease_controller, leased, release_controller
+from forkd.errors import ForkdError, InvalidInput, NotFound
+from forkd.wire.api import FileInfo, PingResponse, SandboxInfo
 
 EVAL_TIMEOUT_S = 30.0
 
 
-class Sandbox:
-    """Fork one from `tag` (else FORKD_TAG, else "pyagent"). As a context manager it is killed at the end.
+class Files:
+    """`sandbox.files`. Relative paths start at /root."""
+
+    def __init__(self, controller: Controller, sandbox_id: str) -> None:
+        self._controller = controller
+        self._id = sandbox_id
+
+    @overload
+    def read(self, path: str, format: Literal["text"] = "text") -> str: ...
+
+    @overload
+    def read(self, path: str, format: Literal["bytes"]) -> bytes: ...
+
+    @overload
+    def read(self, path: str, format: Literal["stream"]) -> Iterator[bytes]: ...
+
+    def read(self, path: str, format: Literal["text", "bytes", "stream"] = "text") -> str | bytes | Iterator[bytes]:
+        """`stream` is an iterator over pieces, for files that are not to be held in memory."""
+        if check_format(format) == "stream":
+            return self._controller.read_file_stream(self._id, guest_path(path))
+        data = self._controller.read_file(self._id, guest_path(path))
+        return decode_file(data, path) if format == "text" else data
+
+    def write(self, path: str, data: Data, *, mode: int | str | None = None, append: bool = False) -> WriteInfo:
+        """Text, bytes, an open file, or an iterator of either. Directories are made; the file appears when complete."""
+        return WriteInfo.of(self._controller.write_file(self._id, guest_path(path), data, mode, append))
+
+    def write_files(self, entries: Iterable[Mapping[str, Any]]) -> builtins.list[WriteInfo]:
+        """Several, each `{"path": …, "data": …}`, one after the other."""
+        return [self.write(entry["path"], entry["data"]) for entry in entries]
+
+    def list(self, path: str = ".") -> builtins.list[EntryInfo]:
+        listing = self._controller.list_files(self._id, guest_path(path))
+        if listing["truncated"]:
+            raise InvalidInput(f"{path} has more entries than are listed", hint="List it with: commands.run('ls …')")
+        return [EntryInfo.of(entry) for entry in listing["entries"]]
+
+    def exists(self, path: str) -> bool:
+        return self._find(path) is not None
+
+    def _find(self, path: str) -> FileInfo | None:
+        try:
+            return self._controller.stat_file(self._id, guest_path(path))
+        except ForkdError as error:
+            if not isinstance(error, NotFound) and error.code != "not_dir":
+                raise
+            self._controller.get_sandbox(self._id)  # raises when it is the sandbox that does not exist
+            return None
+
+    def get_info(self, path: str) -> EntryInfo:
+        return EntryInfo.of(self._controller.stat_file(self._id, guest_path(path)))
+
+    def remove(self, path: str) -> None:
+        """A directory with all that is in it."""
+        self._controller.remove_file(self._id, guest_path(path), True)
+
+    def rename(self, old_path: str, new_path: str) -> EntryInfo:
+        self._controller.rename_file(self._id, guest_path(old_path), guest_path(new_path))
+        return self.get_info(new_path)
+
+    def make_dir(self, path: str) -> bool:
+        """With its parents. False when it existed."""
+        found = self._find(path)
+        if found is not None and found["type"] == "dir":
+            return False
+        self._controller.make_dir(self._id, guest_path(path), True)
+        return True
+
+
+class Sandbox(Opening):
+    """Fork one from `tag` (else FORKD_TAG, else "pyagent"). In a `with` block it is killed at the end.
 
     With `spawn=False` the one whose guest_addr is `target` (else FORKD_TARGET) is found instead. `timeout` is for
-    `eval`, in seconds. `controller`: else the one all sandboxes share.
+    `eval`, in seconds. `controller`: else one that sandboxes share. The asynchronous one is forked by `await` or by
+    `async with`, and lets go of the shared controller in `kill`, at the end of its block, or in `close`.
     """
 
     commands: Commands
@@ -44,7 +120,28 @@ class Sandbox:
         spawn: bool = True,
         controller: Controller | None = None,
     ) -> None:
-        self._open(controller, plans.open_sandbox(tag, target, spawn), timeout)
+        if spawn:
+            port = None if target is None else port_of(target)
+            self._opens(partial(self._fork, controller, choose_tag(tag), port, timeout))
+        else:
+            self._opens(partial(self._find, controller, target or os.environ.get("FORKD_TARGET"), timeout))
+
+    def _fork(self, controller: Controller | None, tag: str, port: int | None, timeout: float) -> None:
+        with leased(controller) as used:
+            made = used.spawn_sandboxes(tag, agent_port=port)
+            self._attach(used, made[0], timeout, leased=controller is None)
+
+    def _find(self, controller: Controller | None, target: str | None, timeout: float) -> None:
+        if not target:
+            raise InvalidInput(
+                "No target to find a sandbox by", hint="Give target=, or a sandbox id to Sandbox.connect"
+            )
+        with leased(controller) as used:
+            for info in used.list_sandboxes():
+                if info["guest_addr"] == target:
+                    self._attach(used, info, timeout, leased=controller is None)
+                    return
+        raise NotFound(f"No sandbox answers at {target}", hint="The addresses are guest_addr in: forkd ls --json")
 
     @classmethod
     def create(
@@ -53,38 +150,30 @@ class Sandbox:
         timeout: float | None = None,
         *,
         envs: Mapping[str, str] | None = None,
-        metadata: Mapping[str, str] | None = None,
-        labels: Mapping[str, str] | None = None,
-        on_timeout: str | None = None,
         memory_limit_mib: int | None = None,
-        cpu_limit: float | None = None,
-        pids_limit: int | None = None,
-        io_limit_mib_s: int | None = None,
         controller: Controller | None = None,
+        **options: Unpack[SandboxOptions],
     ) -> Self:
         """Fork one. `timeout` is how long it may live, in seconds, as with E2B; None: until it is killed.
 
-        `on_timeout` is what happens then: "kill" or "pause". `envs` is for its commands and code. A limit that the
-        daemon's host cannot enforce is refused with Unsupported.
+        `envs` is for its commands and code. A limit that the daemon's host cannot enforce is refused with Unsupported.
         """
-        spawn = Spawn(
-            plans.choose_tag(tag),
-            memory_limit_mib=memory_limit_mib,
-            cpu_limit=cpu_limit,
-            pids_limit=pids_limit,
-            io_limit_mib_s=io_limit_mib_s,
-            timeout_secs=timeout,
-            on_timeout=on_timeout,
-            env=envs,
-            labels=labels,
-            metadata=metadata,
-        )
-        return cls.__new__(cls)._open(controller, plans.create(spawn))
+        with leased(controller) as used:
+            made = used.spawn_sandboxes(
+                choose_tag(tag), memory_limit_mib=memory_limit_mib, timeout_secs=timeout, env=envs, **options
+            )
+            return cls.__new__(cls)._attach(used, made[0], EVAL_TIMEOUT_S, leased=controller is None)
 
     @classmethod
     def connect(cls, sandbox_id: str, timeout: float | None = None, *, controller: Controller | None = None) -> Self:
         """One that exists; a paused one is resumed. `timeout` sets how long it may live from now."""
-        return cls.__new__(cls)._open(controller, plans.connect(sandbox_id, timeout))
+        with leased(controller) as used:
+            info = used.get_sandbox(sandbox_id)
+            if info["state"] == "paused":
+                info = used.resume_sandbox(sandbox_id)
+            if timeout is not None:
+                info = used.set_sandbox_timeout(sandbox_id, timeout)
+            return cls.__new__(cls)._attach(used, info, EVAL_TIMEOUT_S, leased=controller is None)
 
     @classmethod
     def list(
@@ -97,30 +186,22 @@ class Sandbox:
         controller: Controller | None = None,
     ) -> list[SandboxInfo]:
         """All that match all of it."""
-        return (controller or shared_controller()).list_sandboxes(
-            state=state, snapshot_tag=snapshot_tag, labels=labels, metadata=metadata
-        )
+        with leased(controller) as used:
+            return used.list_sandboxes(state=state, snapshot_tag=snapshot_tag, labels=labels, metadata=metadata)
 
-    def _open(self, controller: Controller | None, plan: Plan[SandboxInfo], timeout: float = EVAL_TIMEOUT_S) -> Self:
-        transport = (controller or shared_controller()).transport
-        return self._attach(transport, transport.perform(plan), timeout)
-
-    def _attach(self, transport: Transport, info: SandboxInfo, timeout: float) -> Self:
-        self._transport, self._timeout, self._id, self._tag = transport, timeout, info["id"], info["snapshot_tag"]
-        self.commands = Commands(transport, self._id)
-        self.files = Files(transport, self._id)
-        self.pty = Pty(transport, self._id)
+    def _attach(self, controller: Controller, info: SandboxInfo, timeout: float, *, leased: bool) -> Self:
+        self._lease = lease_controller(controller) if leased else None
+        self._controller = controller
+        self._timeout, self._id, self._tag = timeout, info["id"], info["snapshot_tag"]
+        self.commands = Commands(controller, self._id)
+        self.files = Files(controller, self._id)
+        self.pty = Pty(controller, self._id)
         return self
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(id={self._id!r}, tag={self._tag!r})"
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.kill()
 
     @property
@@ -136,50 +217,76 @@ class Sandbox:
         return self._tag
 
     def info(self) -> SandboxInfo:
-        return self._transport.send(sandboxes.get_sandbox(self._id))
+        return self._controller.get_sandbox(self._id)
 
     def get_info(self) -> SandboxInfo:
         return self.info()
 
     def is_running(self) -> bool:
         """False when it is paused, dead or gone."""
-        return self._transport.perform(plans.is_running(self._id))
+        try:
+            info = self.info()
+        except NotFound:
+            return False
+        return info["state"] == "running"
 
     def ping(self) -> PingResponse:
-        return self._transport.send(sandboxes.ping_sandbox(self._id))
+        return self._controller.ping_sandbox(self._id)
 
     def set_timeout(self, timeout: float | None, on_timeout: str | None = None) -> SandboxInfo:
         """How long it may live, in seconds from now; None: until it is killed."""
-        return self._transport.send(sandboxes.set_sandbox_timeout(self._id, timeout, on_timeout))
+        return self._controller.set_sandbox_timeout(self._id, timeout, on_timeout)
+
+    def rename(self, name: str | None) -> SandboxInfo:
+        """A name that can be used in place of the id, unique in its home; None takes it away."""
+        return self._controller.rename_sandbox(self._id, name)
 
     def pause(self) -> SandboxInfo:
-        return self._transport.send(sandboxes.pause_sandbox(self._id))
+        return self._controller.pause_sandbox(self._id)
 
     def resume(self) -> SandboxInfo:
-        return self._transport.send(sandboxes.resume_sandbox(self._id))
+        return self._controller.resume_sandbox(self._id)
 
     def kill(self) -> bool:
         """False when it was gone already."""
-        return self._transport.perform(plans.kill(self._id))
+        try:
+            self._controller.kill_sandbox(self._id)
+        except NotFound:
+            return False
+        finally:
+            self.close()
+        return True
 
     def close(self) -> None:
         """Let go of it without killing it."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            release_controller(lease)
 
     def console(self) -> str:
-        return self._transport.send(sandboxes.sandbox_console(self._id))
+        return self._controller.sandbox_console(self._id)
 
     def fork(self, count: int = 1) -> builtins.list[Self]:
-        """`count` new ones that go on from where this one is. Unsupported until the daemon can branch."""
-        made = self._transport.perform(plans.fork(self._id, count))
-        return [type(self).__new__(type(self))._attach(self._transport, info, self._timeout) for info in made]
+        """`count` new ones that go on from where this one is: a branch of it, and forks of that.
+
+        When they cannot be forked the branch is deleted. An engine that cannot branch raises Unsupported.
+        """
+        branch = self._controller.branch_sandbox(self._id)
+        try:
+            made = self._controller.spawn_sandboxes(branch["tag"], count)
+        except ForkdError:
+            self._controller.delete_snapshot(branch["tag"])
+            raise
+        new, leased = type(self).__new__, self._lease is not None
+        return [new(type(self))._attach(self._controller, info, self._timeout, leased=leased) for info in made]
 
     def eval(self, code: str, timeout: float | None = None) -> str:
         """The repr of the last expression, "None" when there is none; what the code raised becomes EvalFailed."""
-        return repr_of(self._transport.send(commands.eval_code(self._id, code, timeout or self._timeout)))
+        return repr_of(self._controller.eval_code(self._id, code, timeout or self._timeout))
 
     def eval_value(self, code: str, timeout: float | None = None) -> Any:
         """The value of the last expression itself, when JSON has such values."""
-        return value_of(self._transport.send(commands.eval_code(self._id, code, timeout or self._timeout)))
+        return value_of(self._controller.eval_code(self._id, code, timeout or self._timeout))
 
     def run_code(
         self,
@@ -189,8 +296,9 @@ class Sandbox:
         timeout: float | None = None,
     ) -> Execution:
         """Results, output and the error if any, none of which is raised. Names stay defined for the next call."""
-        limit_s = timeout or plans.COMMAND_TIMEOUT_S
+        limit_s = timeout or COMMAND_TIMEOUT_S
         if on_stdout is None and on_stderr is None:
-            return execution_of(self._transport.send(commands.eval_code(self._id, code, limit_s)))
-        events = self._transport.output(commands.eval_stream(self._id, code, limit_s))
-        return follow(events, on_stdout, on_stderr).execution()
+            return execution_of(self._controller.eval_code(self._id, code, limit_s))
+        events = self._controller.eval_stream(self._id, code, limit_s)
+        collector = follow(events, on_stdout, on_stderr)
+        return collector.execution()

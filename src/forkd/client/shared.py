@@ -1,4 +1,8 @@
-"""The controllers that sandboxes share when they are given none: one per address and token."""
+"""How a sandbox comes by its controller and is opened. Really different in the two clients, so both are here by hand.
+
+A sandbox that is given no controller uses one it shares with others: one per address, token and process, and in the
+asynchronous client one per event loop.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,10 @@ import asyncio
 import atexit
 import os
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import Any, Self
 
 from forkd.client.async_controller import AsyncController
 from forkd.client.controller import Controller
@@ -37,6 +42,29 @@ def close_shared() -> None:
         _controllers.clear()
 
 
+def lease_controller(controller: Controller) -> Controller:
+    return controller
+
+
+def release_controller(controller: Controller) -> None:
+    """Nothing to do: it is closed with the interpreter."""
+
+
+@contextmanager
+def leased(controller: Controller | None) -> Iterator[Controller]:
+    yield controller or shared_controller()
+
+
+class Opening:
+    """An object whose constructor opens it."""
+
+    def _opens(self, opening: Callable[[], object]) -> None:
+        opening()
+
+    def __enter__(self) -> Self:
+        return self
+
+
 @dataclass
 class _Lease:
     controller: AsyncController
@@ -47,7 +75,7 @@ class _Lease:
 _leases: dict[tuple[Endpoint, asyncio.AbstractEventLoop], _Lease] = {}
 
 
-def lease_controller(controller: AsyncController | None = None) -> AsyncController:
+def async_lease_controller(controller: AsyncController | None = None) -> AsyncController:
     """The running loop's, for what the environment says now or where `controller` is; give it back when done."""
     endpoint = find_endpoint() if controller is None else controller.transport.endpoint
     key = (endpoint, asyncio.get_running_loop())
@@ -60,7 +88,7 @@ def lease_controller(controller: AsyncController | None = None) -> AsyncControll
         return lease.controller
 
 
-async def release_controller(controller: AsyncController) -> None:
+async def async_release_controller(controller: AsyncController) -> None:
     with _lock:
         key = next((key for key, lease in _leases.items() if lease.controller is controller), None)
         if key is None:
@@ -73,13 +101,31 @@ async def release_controller(controller: AsyncController) -> None:
 
 
 @asynccontextmanager
-async def leased(controller: AsyncController | None) -> AsyncIterator[AsyncController]:
+async def async_leased(controller: AsyncController | None) -> AsyncIterator[AsyncController]:
     """The one given, or the shared one for as long as this lasts."""
     if controller is not None:
         yield controller
         return
-    lease = lease_controller()
+    lease = async_lease_controller()
     try:
         yield lease
     finally:
-        await release_controller(lease)
+        await async_release_controller(lease)
+
+
+class AsyncOpening:
+    """An object whose constructor cannot wait: `await` or `async with` opens it."""
+
+    _opening: Callable[[], Awaitable[object]] | None = None
+
+    def _opens(self, opening: Callable[[], Awaitable[object]]) -> None:
+        self._opening = opening
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self.__aenter__().__await__()
+
+    async def __aenter__(self) -> Self:
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            await opening()
+        return self

@@ -1,131 +1,123 @@
-"""Sends calls and waits for them. One connection pool; any thread may use it."""
+# Generated from async_transport.py by tools/unasync.py: do not edit.
+"""Sends calls over one connection pool.
+
+The asynchronous one is for the event loop it is first used in; the synchronous one for any number of threads.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
-from contextlib import closing
-from typing import Any, Protocol, TypeVar
+from contextlib import closing, contextmanager
+from typing import Any, TypeVar
 
 import httpx
 
-from forkd.client.call import Answer, Call, Plan
-from forkd.client.endpoint import Endpoint
-from forkd.client.exchange import (
+from forkd.client.call import (
     LIMITS,
-    Outcome,
-    answer_of,
+    Call,
     choose_stream_timeout,
     choose_timeout,
-    exchange,
-    render_headers,
-    render_request,
+    read_answer,
+    render_body,
+    render_target,
 )
-from forkd.client.failures import error_of_transport
-from forkd.client.refused import close_refused
-from forkd.client.stream import EventReader, OutputReader, StreamEvent
-from forkd.errors import ForkdError
+from forkd.client.endpoint import Endpoint
+from forkd.client.failures import close_refused, error_of, error_of_transport
+from forkd.client.retry import Attempts, Outcome
+from forkd.client.stream import EventReader, OutputReader, Reader, StreamEvent
 from forkd.wire.api import Event
 
 T = TypeVar("T")
-E = TypeVar("E", covariant=True)
-
-
-class Reader(Protocol[E]):
-    """Turns the bytes of a stream into events; `finish` raises when the stream may not end there."""
-
-    def feed(self, chunk: bytes, /) -> Iterator[E]: ...
-    def finish(self) -> None: ...
 
 
 class Transport:
     def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
         self.endpoint = endpoint
         self._timeout_s = timeout_s
-        self._client = httpx.Client(
-            transport=_local_transport(endpoint), limits=LIMITS, headers=render_headers(endpoint)
-        )
+        self._client = _open_client(endpoint)
+        self._closed = False
 
     def send(self, call: Call[T]) -> T:
-        _, answer = self._exchanged(call, choose_timeout(call, self._timeout_s))
-        return call.read(answer)
+        return read_answer(call, self.exchange(call))
 
-    def perform(self, plan: Plan[T]) -> T:
-        try:
-            call = next(plan)
-            while True:
-                try:
-                    answer = self.send(call)
-                except ForkdError as error:
-                    call = plan.throw(error)
-                else:
-                    call = plan.send(answer)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
+    def exchange(self, call: Call[Any]) -> httpx.Response:
+        """The answer as it came; an error is raised."""
+        with self._used() as client:
+            return self._exchange(client, call, choose_timeout(call, self._timeout_s))
 
-    def output(self, call: Call[Any]) -> Generator[StreamEvent, None, None]:
-        return self._stream(call, OutputReader(self.endpoint.name))
+    def output(self, call: Call[StreamEvent]) -> Generator[StreamEvent, None, None]:
+        return self._events(call, OutputReader(self.endpoint.name))
 
-    def events(self, call: Call[Any]) -> Generator[Event, None, None]:
-        return self._stream(call, EventReader(self.endpoint.name))
+    def events(self, call: Call[Event]) -> Generator[Event, None, None]:
+        return self._events(call, EventReader(self.endpoint.name))
 
-    def _stream(self, call: Call[Any], reader: Reader[T]) -> Generator[T, None, None]:
-        with closing(self._streamed(call, choose_stream_timeout(self._timeout_s))) as chunks:
+    def download(self, call: Call[bytes]) -> Generator[bytes, None, None]:
+        return self._chunks(call, choose_timeout(call, self._timeout_s))
+
+    def close(self) -> None:
+        self._closed = True
+        self._client.close()
+
+    @contextmanager
+    def _used(self) -> Iterator[httpx.Client]:
+        """The pool; after its end one for this call alone: a sandbox that was killed may still be asked how it is."""
+        if not self._closed:
+            yield self._client
+            return
+        with _open_client(self.endpoint) as client:
+            yield client
+
+    def _exchange(
+        self, client: httpx.Client, call: Call[Any], timeout: httpx.Timeout, *, stream: bool = False
+    ) -> httpx.Response:
+        url = self.endpoint.url + render_target(call)
+        content, headers = render_body(call)
+        attempts = Attempts(call)
+        while True:
+            request = client.build_request(call.method, url, content=content, headers=headers, timeout=timeout)
+            outcome = _attempt(client, request, stream=stream)
+            if isinstance(outcome, httpx.Response) and attempts.is_success(outcome):
+                return outcome
+            wait_s = attempts.next_wait(outcome)
+            if wait_s is None:
+                error = error_of(outcome, name=self.endpoint.name, url=url)
+                raise error from (outcome if isinstance(outcome, Exception) else None)
+            time.sleep(wait_s)
+
+    def _events(self, call: Call[Any], reader: Reader[T]) -> Generator[T, None, None]:
+        with closing(self._chunks(call, choose_stream_timeout(self._timeout_s))) as chunks:
             for chunk in chunks:
                 yield from reader.feed(chunk)
         reader.finish()
 
-    def download(self, call: Call[Any]) -> Generator[bytes, None, None]:
-        return self._streamed(call, choose_timeout(call, self._timeout_s))
+    def _chunks(self, call: Call[Any], timeout: httpx.Timeout) -> Generator[bytes, None, None]:
+        with self._used() as client:
+            response = self._exchange(client, call, timeout, stream=True)
+            with closing(response):
+                try:
+                    yield from response.iter_bytes()
+                except httpx.HTTPError as error:
+                    raise error_of_transport(error, name=self.endpoint.name, url=str(response.url)) from error
 
-    def close(self) -> None:
-        self._client.close()
 
-    def _exchanged(
-        self, call: Call[Any], timeout: httpx.Timeout, *, stream: bool = False
-    ) -> tuple[httpx.Response, Answer]:
-        steps = exchange(call, self.endpoint)
-        wait_s = next(steps)
-        while True:
-            time.sleep(wait_s)
-            response, outcome = self._attempt(call, timeout, stream=stream)
-            try:
-                wait_s = steps.send(outcome)
-            except StopIteration as stop:
-                assert response is not None  # a success came with one
-                return response, stop.value
-
-    def _attempt(
-        self, call: Call[Any], timeout: httpx.Timeout, *, stream: bool
-    ) -> tuple[httpx.Response | None, Outcome]:
-        request = self._client.build_request(**render_request(call, self.endpoint, timeout))
-        try:
-            response = self._client.send(request, stream=stream)
-            if stream and response.is_success:
-                return response, answer_of(response, with_body=False)
-            try:
+def _attempt(client: httpx.Client, request: httpx.Request, *, stream: bool) -> Outcome:
+    """What came of it; a stream that succeeds is left open."""
+    try:
+        response = client.send(request, stream=stream)
+        if not (stream and response.is_success):
+            with closing(response):
                 response.read()
-            finally:
-                response.close()
-            return response, answer_of(response)
-        except httpx.HTTPError as error:
-            if isinstance(error, httpx.ConnectError):
-                close_refused(error)
-            return None, error
-
-    def _streamed(self, call: Call[Any], timeout: httpx.Timeout) -> Generator[bytes, None, None]:
-        response, answer = self._exchanged(call, timeout, stream=True)
-        with closing(response):
-            try:
-                yield from response.iter_bytes()
-            except httpx.HTTPError as error:
-                raise error_of_transport(error, name=self.endpoint.name, url=answer.url) from error
+        return response
+    except httpx.HTTPError as error:
+        if isinstance(error, httpx.ConnectError):
+            close_refused(error)
+        return error
 
 
-def _local_transport(endpoint: Endpoint) -> httpx.HTTPTransport | None:
-    """None leaves the choice to httpx, which looks for proxies in the environment."""
-    if not endpoint.is_local:
-        return None
-    # Without TLS no certificates are needed, and reading them takes longer than a fork.
-    return httpx.HTTPTransport(uds=endpoint.socket, verify=endpoint.is_tls, limits=LIMITS)
+def _open_client(endpoint: Endpoint) -> httpx.Client:
+    transport = None  # httpx chooses one, and looks for proxies in the environment
+    if endpoint.is_local:
+        # Without TLS no certificates are needed, and reading them takes longer than a fork.
+        transport = httpx.HTTPTransport(uds=endpoint.socket, verify=endpoint.is_tls, limits=LIMITS)
+    return httpx.Client(transport=transport, limits=LIMITS, headers=endpoint.headers)

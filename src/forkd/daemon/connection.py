@@ -16,7 +16,7 @@ from forkd.errors import InvalidInput
 
 HEAD_S = 30.0  # for a request's line and headers to arrive
 HEAD_BYTES = 64 * 1024
-WRITE_STALL_S = 60.0  # for a client to read at least something of what waits for it
+WRITE_STALL_S = 60.0  # for a client to read at least a part of its answer
 KEEP_ALIVE_S = 75
 LINK = "forkd.link"  # the key in the ASGI scope
 
@@ -24,7 +24,7 @@ LINK = "forkd.link"  # the key in the ASGI scope
 class Joining:
     """A transport that can hold writes back, to join the head of an answer with its body.
 
-    Each write of its own is a packet, and wakes the client once more than needed.
+    A write by itself is a packet by itself, which wakes the client once more than needed.
     """
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -46,7 +46,7 @@ class Joining:
 
 
 class Link:
-    """What the application may know and do about the connection a request came by."""
+    """The connection of a request, as far as the application may know and change it."""
 
     def __init__(self, transport: asyncio.Transport, joining: Joining) -> None:
         self._transport = transport
@@ -62,7 +62,7 @@ class Link:
         self._joining.holding = on
 
     def abort(self) -> None:
-        """Break it off: what was sent so far is not the whole of it."""
+        """Break it off: the client must not take what was sent for the whole."""
         self._transport.abort()
 
 
@@ -93,7 +93,7 @@ class Connection(HttpToolsProtocol):
             self.send_400_response("The head of the request is too large")
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """The client has nothing more to say. If a request is under way, it gets its answer, or what is wrong."""
+        """The client has closed its writing side. A request under way still gets its answer, or an error."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete or self.scheme == "https":
             return None
@@ -139,7 +139,7 @@ class Connection(HttpToolsProtocol):
         self._watch_writes()
 
     def send_400_response(self, msg: str) -> None:
-        error = InvalidInput(msg.rstrip("."), hint="This port speaks HTTP/1.1; see docs/rest.md")
+        error = InvalidInput(msg.rstrip("."), hint="This port speaks HTTP/1.1; see docs/reference/rest.md")
         body = json.dumps(error_body(error)).encode()
         head = (
             f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"

@@ -1,4 +1,4 @@
-"""Around every request: its id, its line in the audit log, its metrics, and an answer whatever happens."""
+"""Around every request: its id, its line in the audit log, its metrics, and an answer in every case."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ import logging
 import re
 import secrets
 import time
-from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forkd.daemon import logs
-from forkd.daemon.audit import AuditEntry
+from forkd.daemon.call import Call, Daemon
 from forkd.daemon.connection import LINK
-from forkd.daemon.errors import CALL, ErrorResponse, Internal
-from forkd.daemon.state import Call, Daemon
-from forkd.errors import ForkdError, NoCapacity
+from forkd.daemon.errors import CALL, ErrorResponse, Internal, Stopping
+from forkd.errors import ForkdError
 
-LINGER_S = 1.0  # for a client that still sends to find the answer
+LINGER_S = 1.0  # for a client that is still sending to read its answer
 LINGER_BYTES = 4 * 1024 * 1024
-CLIENT_GONE = 499  # in the audit log and the metrics: nobody was there to be answered
-# Asked by machines that only look: they keep no daemon alive.
+CLIENT_GONE = 499  # in the audit log and the metrics: the client left before its answer
+# Asked by monitors: they do not keep a daemon alive.
 _PASSIVE = ("/healthz", "/readyz", "/metrics")
 _LEGAL_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
@@ -37,13 +35,14 @@ class Envelope:
         assert scope["type"] == "http"
         begun = time.perf_counter()
         headers = dict(scope["headers"])
-        call = Call(self._daemon, scope[LINK], _request_id(headers.get(b"x-request-id")), headers)
+        request_id = _request_id(headers.get(b"x-request-id"))
+        call = Call(self._daemon, scope[LINK], request_id, headers, scope["query_string"], receive)
         scope[CALL] = call
         logs.request_id.set(call.id)
         active = scope["path"] not in _PASSIVE
         if active:
             self._daemon.activity.begin()
-        exchange = _Exchange(call, receive, send)
+        exchange = _Exchange(call, send)
         try:
             await self._answer(scope, exchange)
         finally:
@@ -57,7 +56,7 @@ class Envelope:
             await self._app(scope, exchange.receive, exchange.send)
             return
         except asyncio.CancelledError:
-            error = stopping()
+            error = Stopping()
         except Exception:
             log.exception("%s %s failed", scope["method"], ascii(scope["path"]))
             error = Internal()
@@ -68,15 +67,14 @@ class Envelope:
 
     def _record(self, scope: Scope, call: Call, status: int, took_s: float) -> None:
         metrics = self._daemon.metrics
-        route = getattr(scope.get("route"), "path", "unmatched")
-        metrics.requests.labels(scope["method"], route, status).inc()
+        metrics.requests.labels(scope["method"], call.route, status).inc()
         metrics.request_s.observe(took_s)
         if call.code is not None:
             metrics.errors.labels(call.code).inc()
         if self._daemon.audit is None:
             return
         agent = call.headers.get(b"user-agent")
-        entry = AuditEntry(
+        entry = logs.AuditEntry(
             ts=logs.render_time(time.time()),
             request_id=call.id,
             peer=call.link.peer,
@@ -85,20 +83,20 @@ class Envelope:
             path=scope["path"],
             status=status,
             latency_us=round(took_s * 1e6),
-            sandboxes=_sandboxes(scope, call),
+            sandboxes=[*([call.params["id"]] if "id" in call.params else ()), *call.sandboxes],
             ua=None if agent is None else agent.decode("latin-1"),
         )
         self._daemon.audit.write(entry)
 
 
 class _Exchange:
-    """Follows how far the request was read and the answer sent."""
+    """How far the request was read and the answer sent."""
 
-    def __init__(self, call: Call, receive: Receive, send: Send) -> None:
+    def __init__(self, call: Call, send: Send) -> None:
         self.status = 0
         self.complete = False
         self._call = call
-        self._receive = receive
+        self._receive, call.receive = call.receive, self.receive
         self._send = send
         self._unread = b"transfer-encoding" in call.headers or call.headers.get(b"content-length", b"0") != b"0"
         self._linger = False
@@ -117,7 +115,7 @@ class _Exchange:
                 (b"x-request-id", self._call.id.encode()),
             ]
             if self._unread:
-                # A body nobody will read: the connection cannot be used for another request.
+                # The body will not be read: the connection cannot be used for another request.
                 headers.append((b"connection", b"close"))
                 self._linger = True
             self._call.link.hold(True)
@@ -133,7 +131,7 @@ class _Exchange:
         self.complete = self.complete or last
 
     async def _drain(self) -> None:
-        """Closed while the client still sends, a connection is reset, and the answer is lost with it."""
+        """A connection closed while the client still sends is reset, and the answer is lost."""
         left = LINGER_BYTES
         try:
             async with asyncio.timeout(LINGER_S):
@@ -143,17 +141,7 @@ class _Exchange:
             pass
 
 
-def stopping() -> ForkdError:
-    return NoCapacity("The daemon is stopping", hint="Ask again when it is back")
-
-
 def _request_id(given: bytes | None) -> str:
     if given is not None and _LEGAL_ID.fullmatch(given):
         return given.decode("ascii")
     return secrets.token_hex(8)
-
-
-def _sandboxes(scope: Scope, call: Call) -> list[str]:
-    params: dict[str, Any] = scope.get("path_params", {})
-    named = params.get("id")
-    return [named, *call.sandboxes] if isinstance(named, str) else call.sandboxes

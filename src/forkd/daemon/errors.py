@@ -1,18 +1,16 @@
-"""Every answer that is no success: one body, and a status that follows from the code."""
+"""Every answer that is an error: one body, and a status that follows from the code."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from http import HTTPStatus
 from typing import Any
 
 from pydantic import ValidationError
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from forkd.errors import ForkdError, InvalidInput, NotFound
+from forkd.errors import ForkdError, InvalidInput, NoCapacity
 
 STATUS: Mapping[str, int] = {
     "invalid_input": 400,
@@ -47,11 +45,11 @@ STATUS: Mapping[str, int] = {
     "contract_broken": 500,
     "internal": 500,
 }
-CALL = "forkd.call"  # the key in the ASGI scope of what a request carries with it
+CALL = "forkd.call"  # the key of the Call in the ASGI scope
 RETRY_AFTER_S = 5
 _MAX_TEXT = 16 * 1024
 
-# A wrong shape is 422; what has the right shape and can never work is 400. These are of the first kind.
+# A wrong shape is 422; a value of the right shape that can never work is 400. These are wrong shapes.
 _SHAPE_ERRORS = ("missing", "literal_error", "int_from_float", "union_tag_invalid", "extra_forbidden")
 
 
@@ -64,26 +62,31 @@ class MethodNotAllowed(ForkdError):
 
 
 class Internal(ForkdError):
-    """Our own mistake. What it was is in the log, and only there."""
+    """A fault of the daemon. The cause is in its log, and only there."""
 
     def __init__(self) -> None:
-        super().__init__("The daemon failed to answer this", hint="Its log says why, under this request's id")
+        super().__init__("The daemon failed to answer this request", hint="Its log says why, under this request's id")
+
+
+class Stopping(NoCapacity):
+    def __init__(self) -> None:
+        super().__init__("The daemon is stopping", hint="Ask again when it is back")
 
 
 class ClientGone(ForkdError):
-    """Whoever asked has closed their side; most often nobody reads this."""
+    """The client disconnected. It reads this only when it closed just its writing side."""
 
     code = "invalid_input"
 
     def __init__(self) -> None:
         super().__init__(
-            "The connection was closed before the answer, and what was asked for was ended",
+            "The client closed the connection before the answer; the work was ended",
             hint="Keep the connection open, for writing too, until the answer is there",
         )
 
 
 def status_of(error: ForkdError) -> int:
-    """Of the error itself when it says so, else by its code."""
+    """The error's own, when it has one, else the one of its code."""
     if error.status is not None:
         return error.status
     return STATUS.get(error.code, 500)
@@ -119,31 +122,14 @@ class ErrorResponse(Response):
         await super().__call__(scope, receive, send)
 
 
-def error_of_http(error: HTTPException) -> ForkdError:
-    """What the framework found wrong, as one of ours."""
-    if error.status_code == 404:
-        return NotFound("There is no such route", hint="See /openapi.json for all of them")
-    if error.status_code == 405:
-        return MethodNotAllowed("This route has no such method", hint="See /openapi.json for those it has")
-    if error.status_code >= 500:
-        return Internal()
-    made = InvalidInput(str(error.detail) or HTTPStatus(error.status_code).phrase)
-    return with_status(made, error.status_code)
-
-
-def error_of_validation(error: ValidationError) -> InvalidInput:
-    """Of a body. The input is not repeated: it may hold secrets."""
-    return error_of_problems([dict(problem) for problem in error.errors(include_url=False)])
-
-
-def error_of_problems(problems: list[dict[str, Any]]) -> InvalidInput:
-    first = problems[0]
-    where = ".".join(str(part) for part in first["loc"])
+def error_of_validation(error: ValidationError, where: str = "") -> InvalidInput:
+    """Of a body, or of the parameter `where`. The input is not repeated: it may hold secrets."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join([where, *map(str, first["loc"])]).strip(".")
     made = InvalidInput(
-        f"{ascii(where)[1:-1][:200] or 'The body'}: {str(first['msg'])[:300]}",
-        hint="See /openapi.json for what it takes",
+        f"{ascii(place)[1:-1][:200] or 'The body'}: {first['msg'][:300]}", hint="See /openapi.json for what it takes"
     )
-    made.status = 422 if _is_shape(str(first["type"]), first.get("input")) else 400
+    made.status = 422 if _is_shape(first["type"], first.get("input")) and not where else 400
     return made
 
 

@@ -1,4 +1,4 @@
-"""Where we listen: a unix socket of its owner's, and TCP, with TLS if there is a certificate."""
+"""Where we listen: a unix socket that only its owner can open, and TCP, with TLS if there is a certificate."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STARTED_S = 30.0
 
 
 class Server(uvicorn.Server):
-    """One of several in a process that handles its signals itself."""
+    """One of several servers in a process that handles signals itself."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -56,7 +56,7 @@ class Server(uvicorn.Server):
 def check_exposure(bind: Bind | None, *, has_token: bool) -> None:
     if bind is not None and not bind.loopback and not has_token:
         raise InvalidInput(
-            f"Listening on {bind.host} without a token would give this machine to everybody who can reach it",
+            f"Listening on {bind.host} without a token would give this machine to all who can reach it",
             hint="Make one with: forkd token create NAME, or pass --token-file",
         )
 
@@ -66,9 +66,9 @@ def load_tls(cert: Path, key: Path) -> ssl.SSLContext:
     try:
         context.load_cert_chain(cert, key)
     except ssl.SSLError as error:
-        raise InvalidInput(f"{cert} and {key} are no certificate and its key: {error.reason or error}") from error
+        raise InvalidInput(f"Expected a certificate in {cert} and its key in {key}: {error.reason or error}") from error
     except OSError as error:
-        raise InvalidInput(f"The certificate {cert} or its key {key} cannot be read: {error.strerror}") from error
+        raise InvalidInput(f"Cannot read the certificate {cert} or its key {key}: {error.strerror}") from error
     return context
 
 
@@ -84,7 +84,7 @@ def open_tcp(bind: Bind) -> socket.socket:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise Conflict(
-                f"Something listens on {render_address(bind.host, bind.port)} already",
+                f"{render_address(bind.host, bind.port)} is in use already",
                 hint="Stop it, or choose another address with --bind",
             ) from error
         raise HostLacks(f"Cannot listen on {bind.host} port {bind.port}: {error.strerror}") from error
@@ -93,7 +93,7 @@ def open_tcp(bind: Bind) -> socket.socket:
 
 @contextlib.contextmanager
 def opened_unix(path: Path) -> Iterator[socket.socket]:
-    """Ours alone from its first instant, in place of one whose daemon is gone; removed afterwards."""
+    """Private from the first instant; replaces one whose daemon is gone; removed afterwards."""
     if len(os.fsencode(path)) > _MAX_SOCKET_BYTES - 10:
         raise InvalidInput(f"The path {path} is too long for a socket", hint="Choose a shorter one with --socket")
     ensure_private_parent(path)
@@ -123,7 +123,7 @@ def opened_unix(path: Path) -> Iterator[socket.socket]:
 
 
 def ensure_private_parent(path: Path) -> None:
-    """Make the directory, private, when it is missing; one that is there is its owner's business."""
+    """Make the directory, private, when it is missing; an existing one is left as it is."""
     if not path.parent.exists():
         ensure_private(path.parent)
 
@@ -131,7 +131,7 @@ def ensure_private_parent(path: Path) -> None:
 def _check_stale(path: Path) -> None:
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise InvalidInput(f"{path} exists and is no socket", hint="Choose another path with --socket")
+            raise InvalidInput(f"{path} exists and is not a socket", hint="Choose another path with --socket")
     except FileNotFoundError:
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -141,7 +141,7 @@ def _check_stale(path: Path) -> None:
         except (ConnectionRefusedError, FileNotFoundError):
             return
         except OSError as error:
-            raise HostLacks(f"What listens on {path} cannot be asked: {error.strerror or error}") from error
+            raise HostLacks(f"Cannot connect to the socket {path}: {error.strerror or error}") from error
     raise Conflict(f"Another daemon listens on {path}", hint="Use it, or stop it with: forkd down")
 
 

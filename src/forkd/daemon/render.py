@@ -1,21 +1,23 @@
-"""From what the runtime knows to what clients see. Pure; docs/rest.md says when each key is there."""
+"""From what the runtime knows to what clients see. Pure; docs/reference/rest.md says when each key is there."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Any, Literal, cast
+import base64
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, cast
 
-from starlette.responses import Response
-
+from forkd.daemon.route import Answer
+from forkd.daemon.streams import render_event
 from forkd.engines.base import Phases
 from forkd.guest.files import FileInfo as GuestFile
 from forkd.guest.results import CommandResult, EvalResult
-from forkd.model.sandbox import SandboxRecord
+from forkd.runtime.database import flatten
 from forkd.runtime.events import EventRecord
-from forkd.runtime.processes import Command
+from forkd.runtime.processes import Exit, GuestProcess
+from forkd.runtime.registry import SandboxRecord
 from forkd.runtime.snapshots import SnapshotDetail, SnapshotView
-from forkd.runtime.spawning import Spawned
+from forkd.runtime.spawn import Spawned
 from forkd.runtime.templates import TemplateView
 from forkd.runtime.workspaces import WorkspaceRecord
 from forkd.wire.api import (
@@ -29,47 +31,32 @@ from forkd.wire.api import (
     SnapshotInfoDetail,
     TemplateInfo,
     WorkspaceInfo,
+    required_keys,
 )
 
-SnapshotStatus = Literal["writing", "ready", "failed"]
-WorkspaceStatus = Literal["running", "suspended", "stale"]
-
-
-class Json(Response):
-    """Ready bytes. Lone surrogates are escaped as JSON can, so every text the guest has comes through."""
-
-    media_type = "application/json"
-
-    def __init__(self, value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(json.dumps(value, allow_nan=False).encode("ascii"), status, headers)
+T = TypeVar("T")
+D = TypeVar("D", bound=Mapping[str, object])
 
 
 def render_sandbox(record: SandboxRecord) -> SandboxInfo:
-    return {
-        "id": record.id,
-        "snapshot_tag": record.snapshot_tag,
+    other = {
         "netns": None,
         "guest_addr": f"127.0.0.1:{record.agent_port}",
         "created_at_unix": int(record.created_at_unix),
-        "pid": record.pid,
-        "memory_limit_mib": record.limits.memory_mib,
-        "cpu_limit": record.limits.cpus,
-        "pids_limit": record.limits.pids,
-        "io_limit_mib_s": record.limits.io_mib_s,
         "has_branched": False,
         "last_branch_memory_path": None,
         "branch_count": 0,
-        "state": record.state.value,
-        "cause": record.cause,
-        "engine": record.engine,
-        "isolation": record.isolation,
-        "deadline_unix": record.deadline_unix,
-        "on_timeout": record.on_timeout.value,
-        "labels": dict(record.labels),
-        "metadata": dict(record.metadata),
-        "workspace": record.workspace,
-        "way": None if record.way is None else record.way.value,
     }
+    return _render_same(SandboxInfo, record, **flatten(record) | other)
+
+
+def _render_same(kind: Callable[..., T], record: object, **other: object) -> T:
+    """The keys of `kind` that are always there, in their order: those in `other`, else the record's own fields."""
+    made = {key: other[key] if key in other else getattr(record, key) for key in _required_keys(kind)}
+    return cast(T, made)
+
+
+_required_keys = functools.cache(required_keys)
 
 
 def render_spawned(spawned: Spawned, *, phases: bool) -> list[SandboxInfo]:
@@ -91,48 +78,39 @@ def render_phases(phases: Phases) -> dict[str, float]:
 
 
 def render_snapshot(view: SnapshotView) -> SnapshotInfo:
-    info: SnapshotInfo = {
+    info = {
         "tag": view.tag,
         "dir": str(view.directory),
         "created_at_unix": view.created_at_unix,
-        "status": cast(SnapshotStatus, view.status),
+        "status": view.status,
         "bootable": view.status == "ready",
     }
-    if view.warning is not None:
-        info["warning"] = view.warning
-    if view.code is not None:
-        info["code"] = view.code
-    if view.progress is not None:
-        info["progress"] = view.progress
+    more: dict[str, object] = {"warning": view.warning, "code": view.code, "progress": view.progress}
     if view.manifest is not None:
-        info["image_id"] = view.manifest.image_id
-        info["engine"] = view.manifest.engine
-        info["memory_mib"] = view.manifest.machine.memory_mib
-        info["vcpus"] = view.manifest.machine.vcpus
-        if view.manifest.machine.cpu_template is not None:
-            info["cpu_template"] = view.manifest.machine.cpu_template
-        info["warm"] = view.manifest.warm
-        if view.manifest.rehearsal is not None:
-            info["rehearsal"] = view.manifest.rehearsal
-    return info
+        machine = view.manifest.machine
+        more |= {
+            "image_id": view.manifest.image_id,
+            "engine": view.manifest.engine,
+            "memory_mib": machine.memory_mib,
+            "vcpus": machine.vcpus,
+            "cpu_template": machine.cpu_template,
+            "warm": view.manifest.warm,
+            "rehearsal": view.manifest.rehearsal,
+        }
+    return cast(SnapshotInfo, info | {key: value for key, value in more.items() if value is not None})
 
 
 def render_template(view: TemplateView) -> TemplateInfo:
-    return {
-        "tag": view.tag,
-        "pid": view.pid,
-        "memory_bytes": view.memory_bytes,
-        "made_in_seconds": round(view.made_in_s, 3),
-        "created_at_unix": int(view.created_at_unix),
-        "forks": view.forks,
-    }
+    made_in_s, created_at_unix = round(view.made_in_s, 3), int(view.created_at_unix)
+    return _render_same(TemplateInfo, view, made_in_seconds=made_in_s, created_at_unix=created_at_unix)
 
 
 def render_snapshot_detail(detail: SnapshotDetail) -> SnapshotInfoDetail:
+    view = detail.view
     return {
-        "tag": detail.view.tag,
-        "dir": str(detail.view.directory),
-        "created_at_unix": detail.view.created_at_unix,
+        "tag": view.tag,
+        "dir": str(view.directory),
+        "created_at_unix": view.created_at_unix,
         "memory_logical_bytes": detail.memory_logical_bytes,
         "memory_physical_bytes": detail.memory_physical_bytes,
         "vmstate_bytes": detail.vmstate_bytes,
@@ -143,14 +121,7 @@ def render_snapshot_detail(detail: SnapshotDetail) -> SnapshotInfoDetail:
 
 
 def render_workspace(record: WorkspaceRecord) -> WorkspaceInfo:
-    info: WorkspaceInfo = {
-        "id": record.id,
-        "name": record.name,
-        "source_snapshot_tag": record.source_snapshot_tag,
-        "status": cast(WorkspaceStatus, record.status),
-        "created_at_unix": record.created_at_unix,
-        "last_active_unix": record.last_active_unix,
-    }
+    info = _render_same(WorkspaceInfo, record)
     if record.live_sandbox_id is not None:
         info["live_sandbox_id"] = record.live_sandbox_id
     return info
@@ -184,42 +155,42 @@ def render_output(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
-def render_process(command: Command) -> ProcessInfo:
-    spec, end = command.spec, command.exit
-    return {
-        "pid": command.pid,
-        "args": None if isinstance(spec.command, str) else list(spec.command),
-        "shell": spec.command if isinstance(spec.command, str) else None,
-        "pty": spec.pty is not None,
-        "running": command.running,
-        "exit_code": None if end is None else end.exit_code,
-        "signal": None if end is None else end.signal,
-        "timed_out": end is not None and end.timed_out,
-        "started_at_unix": command.started_at_unix,
-    }
+def render_process(command: GuestProcess) -> ProcessInfo:
+    shell, end = isinstance(command.spec.command, str), command.exit
+    return _render_same(
+        ProcessInfo,
+        command,
+        args=None if shell else list(command.spec.command),
+        shell=command.spec.command if shell else None,
+        pty=command.spec.pty is not None,
+        exit_code=None if end is None else end.exit_code,
+        signal=None if end is None else end.signal,
+        timed_out=end is not None and end.timed_out,
+    )
 
 
 def render_file(info: GuestFile, path: str) -> FileInfo:
-    kind: Any = info.type
-    return {
-        "name": info.name,
-        "path": path,
-        "type": kind,
-        "size": info.size,
-        "mode": info.mode,
-        "uid": info.uid,
-        "gid": info.gid,
-        "mtime_ns": info.mtime_ns,
-        "target": info.target,
-    }
+    return _render_same(FileInfo, info, path=path)
 
 
 def render_event_record(record: EventRecord) -> Event:
-    return {
-        "id": record.id,
-        "ts_unix": record.ts_unix,
-        "type": record.type,
-        "sandbox_id": record.sandbox_id,
-        "snapshot_tag": record.snapshot_tag,
-        "data": record.data,
-    }
+    return _render_same(Event, record)
+
+
+def render_data(kind: str, data: bytes) -> bytes:
+    return render_event(kind, {"data": base64.b64encode(data).decode("ascii")})
+
+
+def render_exit(end: CommandResult | Exit) -> bytes:
+    return render_event("exit", {"exit_code": end.exit_code, "signal": end.signal, "timed_out": end.timed_out})
+
+
+def take_page(items: Sequence[D], key: str, limit: int | None, page_token: str | None) -> Answer[list[D]]:
+    """One page of items that are sorted by `key`, with the header that leads to the next."""
+    rest = [item for item in items if page_token is None or str(item[key]) > page_token]
+    page = rest if limit is None else rest[:limit]
+    return Answer(page, headers=next_page(str(page[-1][key]) if len(rest) > len(page) else None))
+
+
+def next_page(token: str | int | None) -> dict[str, str]:
+    return {} if token is None else {"X-Next-Token": str(token)}

@@ -1,4 +1,4 @@
-"""A daemon's life: open everything, say so, answer until told to stop or nobody wants anything, drain, close."""
+"""A daemon's life: open everything, report it, answer until told to stop or idle for long, drain, close."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ from types import FrameType
 from starlette.types import ASGIApp
 
 from forkd.daemon.app import make_app
-from forkd.daemon.audit import AuditLog
+from forkd.daemon.call import Daemon
 from forkd.daemon.listeners import Server, check_exposure, load_tls, open_tcp, opened_unix, render_address, served
-from forkd.daemon.logs import set_up_logs
+from forkd.daemon.logs import AuditLog, set_up_logs
 from forkd.daemon.metrics import Metrics
 from forkd.daemon.settings import Settings
-from forkd.daemon.state import Daemon
 from forkd.daemon.tokens import Keyring, read_token_file
-from forkd.host.capacity import allow_open_files
-from forkd.host.cgroup import LIMITS
-from forkd.host.cgroup_place import find_lack, find_place
+from forkd.host.cgroup import LIMITS, find_lack, find_place
 from forkd.host.paths import Home
+from forkd.host.system import allow_open_files
 from forkd.image import ImageStore
-from forkd.runtime.engines import open_engine
-from forkd.runtime.fleet import Fleet, FleetOptions
+from forkd.runtime.doctor import open_engine
+from forkd.runtime.runtime import Runtime, RuntimeOptions
 from forkd.runtime.templates import TemplatePolicy
 
 DRAIN_S = 10.0
@@ -52,22 +50,17 @@ class Stop:
 
     def __init__(self) -> None:
         self.count = 0
-        self.on_signal: Callable[[], None] | None = None
-        self.on_hangup: Callable[[], None] | None = None
+        self.on_signal: Callable[[int], None] = lambda number: None
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            if self.on_hangup is not None:
-                self.on_hangup()
-            return
-        self.count += 1
-        if self.on_signal is not None:
-            self.on_signal()
+        if number != signal.SIGHUP:
+            self.count += 1
+        self.on_signal(number)
 
 
 @contextlib.contextmanager
 def _caught_signals() -> Iterator[Stop]:
-    """Plain handlers: those of a loop give way to the default ones, which kill, while it still cleans up."""
+    """Plain handlers: when a loop ends, its own give way to the default ones, which kill during the cleanup."""
     stop = Stop()
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     previous = {number: signal.signal(number, stop.handle) for number in numbers}
@@ -83,16 +76,15 @@ async def _serve(home: Home, settings: Settings, stop: Stop) -> None:
     keyring = Keyring(home.tokens, file_token)
     check_exposure(settings.bind, has_token=keyring.has_any)
     metrics = Metrics()
-    audit = None
-    if settings.audit_log is not None:
-        audit = AuditLog(settings.audit_log, on_failure=metrics.audit_failures.inc)
+    path = settings.audit_log
+    audit = None if path is None else AuditLog(path, on_failure=metrics.audit_failures.inc)
     engine = open_engine(settings.engine, outlive=True)
     if settings.unenforced_limits == "drop" and (lack := find_lack(find_place(), *LIMITS)):
         log.warning("Sandboxes run without limits that cannot be enforced: %s", lack.reason)
     templates = TemplatePolicy(settings.templates, settings.template_memory_mib)
-    options = FleetOptions(settings.on_stop, settings.unenforced_limits, templates)
-    async with Fleet.opened(home, engine, options) as fleet:
-        daemon = Daemon(fleet, ImageStore(home), metrics, audit)
+    options = RuntimeOptions(settings.on_stop, settings.unenforced_limits, templates)
+    async with Runtime.opened(home, engine, options) as runtime:
+        daemon = Daemon(runtime, ImageStore(home), metrics, audit)
         only_loopback = settings.bind is None or settings.bind.loopback
         app = make_app(daemon, keyring, only_loopback=only_loopback)
         try:
@@ -106,19 +98,18 @@ async def _run(app: ASGIApp, daemon: Daemon, settings: Settings, stop: Stop) -> 
     loop = asyncio.get_running_loop()
     stopping, hurry = asyncio.Event(), asyncio.Event()
 
-    def on_signal() -> None:
-        loop.call_soon_threadsafe(hurry.set if stop.count > 1 else stopping.set)
+    def on_signal(number: int) -> None:
+        if number != signal.SIGHUP:
+            loop.call_soon_threadsafe(hurry.set if stop.count > 1 else stopping.set)
+        elif daemon.audit is not None:
+            loop.call_soon_threadsafe(daemon.audit.close)  # it is opened again with the next entry
 
-    def on_hangup() -> None:
-        if daemon.audit is not None:
-            loop.call_soon_threadsafe(daemon.audit.reopen)
-
-    stop.on_signal, stop.on_hangup = on_signal, on_hangup
+    stop.on_signal = on_signal
     if stop.count:
         return
     async with _listening(app, daemon, settings) as servers:
         notify("READY=1")
-        log.info("Ready: engine %s, pid %d", daemon.fleet.engine.name, os.getpid())
+        log.info("Ready: engine %s, pid %d", daemon.runtime.engine.name, os.getpid())
         await _until_stopped(daemon, stopping, settings.idle_exit_secs)
         notify("STOPPING=1")
         log.info("Stopping: %d requests under way", daemon.activity.in_flight)
@@ -130,7 +121,7 @@ async def _run(app: ASGIApp, daemon: Daemon, settings: Settings, stop: Stop) -> 
             await asyncio.gather(*(server.ended() for server in servers))
         finally:
             hurrying.cancel()
-    stop.on_signal = stop.on_hangup = None
+    stop.on_signal = lambda number: None
 
 
 async def _until_stopped(daemon: Daemon, stopping: asyncio.Event, idle_exit_s: float) -> None:
@@ -143,12 +134,12 @@ async def _until_stopped(daemon: Daemon, stopping: asyncio.Event, idle_exit_s: f
             async with asyncio.timeout(look_s):
                 await stopping.wait()
         if not stopping.is_set() and is_idle(daemon, idle_exit_s):
-            log.info("Nobody wanted anything for %g s", idle_exit_s)
+            log.info("Idle for %g s", idle_exit_s)
             return
 
 
 def is_idle(daemon: Daemon, idle_exit_s: float) -> bool:
-    if daemon.fleet.snapshots.in_flight or any(daemon.fleet.counts().values()):
+    if daemon.runtime.snapshots.in_flight or any(daemon.runtime.sandboxes.counts().values()):
         daemon.activity.touch()
         return False
     return daemon.activity.idle_s() >= idle_exit_s
@@ -163,7 +154,7 @@ async def _hurry(hurry: asyncio.Event, servers: list[Server]) -> None:
 
 @contextlib.asynccontextmanager
 async def _listening(app: ASGIApp, daemon: Daemon, settings: Settings) -> AsyncIterator[list[Server]]:
-    """All sockets are there before the first request is answered: who reaches us reaches a daemon that stays."""
+    """All sockets are open before the first request is answered: no client sees a daemon that then fails to start."""
     async with contextlib.AsyncExitStack() as stack:
         opened: list[tuple[socket.socket, ssl.SSLContext | None]] = []
         if settings.socket is not None:
@@ -185,7 +176,7 @@ async def _listening(app: ASGIApp, daemon: Daemon, settings: Settings) -> AsyncI
 
 
 def notify(state: str) -> None:
-    """Tell systemd, where it asked to be told."""
+    """Tell systemd, if it started us as Type=notify."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
@@ -196,4 +187,4 @@ def notify(state: str) -> None:
             sock.connect(address)
             sock.sendall(state.encode())
     except OSError as error:
-        print(f"forkd: systemd cannot be told {state}: {error.strerror}", file=sys.stderr)
+        print(f"forkd: cannot tell systemd {state}: {error.strerror}", file=sys.stderr)

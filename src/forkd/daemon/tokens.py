@@ -1,6 +1,6 @@
 """Bearer tokens: named ones, kept as digests in a file of the home, and the one of a token file.
 
-Whoever holds a token may do everything. The value is shown once, when it is made.
+The holder of a token may do everything. The value is shown once, when it is made.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TokenStore:
         checked = parse_token_name(name)
         with self._changing() as tokens:
             if any(token.name == checked for token in tokens):
-                raise Conflict(f"There is a token {checked} already", hint="Choose another name, or revoke it first")
+                raise Conflict(f"The token {checked} exists already", hint="Choose another name, or revoke it first")
             value = PREFIX + secrets.token_urlsafe(32)
             tokens.append(Token(checked, digest(value), int(time.time())))
         return value
@@ -75,7 +75,7 @@ class TokenStore:
                 yield tokens
                 write_atomic(self._path, render_tokens(tokens), 0o600)
         except OSError as error:
-            raise HostLacks(f"The tokens in {self._path} cannot be changed: {error.strerror}") from error
+            raise HostLacks(f"Cannot change the tokens in {self._path}: {error.strerror}") from error
 
     def _read(self) -> bytes | None:
         try:
@@ -83,13 +83,13 @@ class TokenStore:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise HostLacks(f"The tokens in {self._path} cannot be read: {error.strerror}") from error
+            raise HostLacks(f"Cannot read the tokens in {self._path}: {error.strerror}") from error
 
 
 class Keyring:
-    """Who a presented token is. Follows the file, so that tokens come and go while the daemon runs.
+    """Whose a presented token is. Follows the file: tokens can be made and revoked while the daemon runs.
 
-    Once there is a file of tokens, or a token file, one is needed: revoking the last lets nobody in.
+    Once there is a file of tokens, or a token file, one is needed: after the last is revoked, none is accepted.
     """
 
     def __init__(self, path: Path, file_token: str | None = None) -> None:
@@ -105,12 +105,12 @@ class Keyring:
 
     @property
     def has_any(self) -> bool:
-        """Whether there is a token that would let somebody in."""
+        """Whether any token would be accepted."""
         self._refresh()
         return bool(self._tokens) or self._file_digest is not None
 
     def identify(self, presented: str) -> str | None:
-        """The name of the token, None when it is nobody's. Looks at all of them, whichever matches."""
+        """The name of the token; None: it is unknown. Compares with all of them, so that the time says nothing."""
         self._refresh()
         candidate = digest(presented)
         found: str | None = None
@@ -122,36 +122,26 @@ class Keyring:
         return found
 
     def _refresh(self) -> None:
+        """While the file cannot be read, no token of it is accepted."""
+        seen: tuple[int, ...] | None = (0,)
         try:
             info = self._path.stat()
             seen = (info.st_mtime_ns, info.st_size, info.st_ino)
+            if seen != self._seen:
+                self._tokens = tuple(parse_tokens(self._path.read_bytes(), self._path))
         except FileNotFoundError:
-            self._seen, self._tokens = None, ()
-            return
-        except OSError as error:
-            self._lose(error.strerror or str(error), (0,))
-            return
-        if seen == self._seen:
-            return
-        try:
-            self._tokens = tuple(parse_tokens(self._path.read_bytes(), self._path))
-            self._seen = seen
-        except FileNotFoundError:
-            self._seen, self._tokens = None, ()
+            seen, self._tokens = None, ()
         except (OSError, HostLacks) as error:
-            self._lose(str(error), seen)
-
-    def _lose(self, why: str, seen: tuple[int, ...]) -> None:
-        """What cannot be read lets nobody in."""
-        if self._seen != seen:
-            log.error("The tokens in %s are of no use until it is repaired: %s", self._path, why)
-        self._seen, self._tokens = seen, ()
+            if seen != self._seen:
+                log.error("No token of %s is accepted until the file is repaired: %s", self._path, error)
+            self._tokens = ()
+        self._seen = seen
 
 
 def parse_token_name(text: str) -> str:
     if _NAME.fullmatch(text) is None or text == TOKEN_FILE_NAME:
         raise InvalidInput(
-            f"{ascii(text)[:70]} is not a legal name for a token",
+            f"Invalid token name {ascii(text)[:70]}",
             hint="Use 1 to 64 letters, digits, '-', '_' or '.', starting with a letter or digit",
         )
     return text
@@ -189,7 +179,7 @@ def _parse_token(entry: dict[str, object]) -> Token:
 
 
 def read_token_file(path: Path) -> str:
-    """The one token of a token file; refuses what nobody should rely on."""
+    """The one token of a token file; refuses short ones and placeholders."""
     hint = "Put a random one there: python3 -c 'import secrets; print(secrets.token_urlsafe(32))'"
     try:
         with path.open("rb") as file:
@@ -204,5 +194,5 @@ def read_token_file(path: Path) -> str:
     if token.startswith(tuple(map(str.encode, _PLACEHOLDERS))):
         raise InvalidInput(f"The token in {path} is a placeholder", hint=hint)
     if not all(0x21 <= byte <= 0x7E for byte in token):
-        raise InvalidInput(f"The token in {path} is not one word of printable ASCII", hint=hint)
+        raise InvalidInput(f"The token in {path} must be one word of printable ASCII", hint=hint)
     return token.decode("ascii")

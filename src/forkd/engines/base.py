@@ -1,4 +1,28 @@
-"""The seam between forkd and what runs the VM. Every engine, the fake included, passes tests/engines."""
+"""The seam between forkd and what runs the VM: the rules an engine keeps, and what engines share.
+
+An engine is a module with a class that has the methods of Engine, a class of its VMs that has those of Machine (most
+derive it from machine.ProcessMachine), and an ENTRY; table.py has a row for it. Engines do not import each other.
+tests/engines runs the same tests over all rows of the table. What they hold an engine to:
+
+1. A VM is one process (and what that starts), marked with its directory (host.marked), so that a later daemon finds
+   it by looking at processes. The directory is made by the engine and holds all of the VM's sockets and logs.
+2. `boot` and `fork` return once the process exists; `running` waits for the guest. When one of them raises, no
+   process, directory or control group is left.
+3. `fork` maps the parent's memory privately: no child can change what another one reads. The files of a snapshot are
+   never written to after `freeze`.
+4. The stream of `connect` takes bytes before the guest runs, where the engine can: a child finds its new identity
+   waiting when it wakes up. A second stream is served once the first one is closed.
+5. `death` is set exactly once, however the VM ended, with a reason a user can act on. OUT_OF_MEMORY only when its
+   control group says so.
+6. `kill` ends it all (process, group, directory), may be repeated, and finishes though its caller is cancelled.
+   `release` ends nothing: another process can `adopt` the VM, paused or not, and everything works on.
+7. A limit that this host cannot enforce is refused with Unsupported. It is never dropped.
+8. Parents and templates die with us. Forks do too, unless the engine was opened with `outlive`.
+9. A snapshot of another host or VMM version is refused by `check`, before a VM is started, with what was expected
+   and what was found.
+10. Errors are EngineFailed, GuestDied, GuestTimeout, NotForkable, SnapshotIncompatible or Unsupported (errors.py). What
+    the VMM printed goes into `details`.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +32,28 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from forkd.errors import SnapshotIncompatible, Unsupported
+from forkd.host.finding import Finding, Status
 from forkd.host.marked import Marked
-from forkd.model.limits import NO_LIMITS, Limits
-from forkd.model.machine import MachineSpec
+from forkd.model.machine import NO_LIMITS, Limits, MachineSpec
 from forkd.model.sandbox import Way as Way
 
 CONSOLE_TAIL_BYTES = 4096
+
+_PLAIN = "console=ttyS0 quiet loglevel=4 panic=-1 oops=panic no_timer_check tsc=reliable random.trust_cpu=on"
+# What wakes an idle guest for its own sake: watchdogs (which also take a slow host for a hung one), statistics of
+# every second, compaction of every half second, pressure accounting.
+_IDLE = "nowatchdog psi=0 sysctl.vm.stat_interval=600 sysctl.vm.compaction_proactiveness=0"
+# Ten seconds after the last module was loaded the kernel looks for late drivers, once. A parent is frozen before that,
+# and each of its forks would do it (measured: 10 ms and 2.7 MiB).
+_ONCE = "deferred_probe_timeout=0"
+# What every guest's kernel is told, whichever engine runs it.
+KERNEL_ARGS = f"{_PLAIN} {_IDLE} {_ONCE}"
 
 # Cursor movements, colours, resets: firmware and guests may write them, our reader's terminal must not obey them.
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[ -~])")
@@ -75,6 +109,43 @@ class Phases:
         self.steps[step] = at
 
 
+class Findings(dict[str, Finding]):
+    """What doctor's checks found, by their names."""
+
+    def status(self, name: str) -> Status | None:
+        """None: it was not looked at."""
+        finding = self.get(name)
+        return finding.status if finding else None
+
+    def text(self, name: str) -> str:
+        finding = self.get(name)
+        return finding.found if finding else "was not looked at"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether an engine runs on this host. With a `lack`, the name of a check, it does not.
+
+    `why` goes on from "asked for" or "the first choice"; with a lack it is what was found.
+    """
+
+    why: str
+    accelerator: str | None = None
+    isolation: str | None = None
+    lack: str | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the table knows about an engine."""
+
+    name: str
+    checks: tuple[str, ...]  # those of host/probe.py that it depends on
+    judge: Callable[[Findings, bool], Verdict]  # pure; of those checks, and whether it was asked for by name
+    open: Callable[[str | None, bool], Engine]  # with the verdict's accelerator and `outlive`; may raise HostLacks
+    runs_vms: bool = True
+
+
 class Machine(Protocol):
     """One VM and the process it lives in."""
 
@@ -86,7 +157,7 @@ class Machine(Protocol):
 
     @property
     def death(self) -> asyncio.Future[Death]:
-        """Set once, when the VM is gone for whatever reason."""
+        """Set once, when the VM is gone, for any reason."""
 
     @property
     def paused(self) -> bool: ...
@@ -172,15 +243,7 @@ class WithoutLiveForks:
     async def template(self, frozen: Frozen, directory: Path) -> Machine:
         raise self._unsupported()
 
-    async def fork_live(
-        self,
-        source: Machine,
-        directory: Path,
-        limits: Limits = NO_LIMITS,
-        *,
-        settled: bool = False,
-        paused: bool = False,
-    ) -> Machine:
+    async def fork_live(self, *_: Any, **__: Any) -> Machine:
         raise self._unsupported()
 
     def _unsupported(self) -> Unsupported:
@@ -211,3 +274,12 @@ def tail_of(path: Path, limit_bytes: int = CONSOLE_TAIL_BYTES) -> str:
         data = file.read(limit_bytes)
     text = _ESCAPES.sub("", data.decode("utf-8", "replace").replace("\r", ""))
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
+def refuse_cpu_template(machine: MachineSpec, engine: str) -> None:
+    """CPU templates are Firecracker's; the other engines say so."""
+    if machine.cpu_template is not None:
+        raise Unsupported(
+            f"The engine {engine} has no CPU template {machine.cpu_template}",
+            hint="Leave it out, or use the engine firecracker",
+        )

@@ -17,16 +17,36 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from forkd.engines.base import BootSpec, ExitReason, Frozen, Machine, Phases, WithoutLiveForks, check_same
-from forkd.engines.cpu_template import refuse_cpu_template
-from forkd.engines.machine import CONSOLE, ProcessMachine, found_process, grouped, made_directory
-from forkd.engines.sockets import AGENT_SOCKET, connected_socket, listening_socket, reach
+from forkd.engines.base import (
+    BootSpec,
+    Entry,
+    ExitReason,
+    Findings,
+    Frozen,
+    Machine,
+    Phases,
+    Verdict,
+    WithoutLiveForks,
+    check_same,
+    refuse_cpu_template,
+)
+from forkd.engines.machine import (
+    AGENT_SOCKET,
+    CONSOLE,
+    ProcessMachine,
+    connect_to,
+    connected_socket,
+    found_process,
+    grouped,
+    listening_socket,
+    made_directory,
+)
 from forkd.errors import EngineFailed
 from forkd.host.cgroup import find_group
 from forkd.host.marked import Marked, is_stopped, kill_marked, render_environment
 from forkd.host.process import ExitStatus, children_of, spawn
 from forkd.host.threads import in_thread
-from forkd.model.limits import NO_LIMITS, Limits
+from forkd.model.machine import NO_LIMITS, Limits
 from forkd.wire.agent import EVAL, MORE, REPLY, Joiner, Parser, WireError, encode_message
 
 _JOURNAL = "journal"
@@ -38,7 +58,7 @@ _START = """\
 import sys
 listener, root, journal, path = sys.argv[1:]
 sys.path[:] = path.split(":")
-from forkd.agent.rehearse import rehearse
+from forkd.agent.main import rehearse
 rehearse(int(listener), root, journal)
 """
 
@@ -53,7 +73,7 @@ class FakeMachine(ProcessMachine):
             await super().running()
         except (EngineFailed, OSError, TimeoutError) as error:
             tail = self.console_tail() or None
-            raise EngineFailed("The fake guest could not take up its past", details=tail) from error
+            raise EngineFailed("The fake guest could not replay its past", details=tail) from error
 
     async def pause(self) -> None:
         self._process.send_signal(signal.SIGSTOP)
@@ -109,7 +129,7 @@ class FakeEngine(WithoutLiveForks):
 
     async def adopt(self, directory: Path, leader: Marked | None = None) -> Machine:
         async with found_process(directory, leader) as process:
-            channel = await reach(directory / AGENT_SOCKET)
+            channel = await connect_to(directory / AGENT_SOCKET)
             group, paused = find_group(directory), is_stopped(process.pid)
             phases = Phases(time.monotonic())
             return FakeMachine(directory, process, phases, channel=channel, group=group, paused=paused)
@@ -184,3 +204,13 @@ async def _replay(past: list[bytes], client: socket.socket, phases: Phases) -> N
 def _descendants(pid: int) -> list[int]:
     children = children_of(pid)
     return [*children, *(deeper for child in children for deeper in _descendants(child))]
+
+
+def judge(found: Findings, asked: bool) -> Verdict:
+    """Never in place of a VM."""
+    if not asked:
+        return Verdict("it runs no VM", lack="fake")
+    return Verdict("; it is for tests and runs no VM", None, "none")
+
+
+ENTRY = Entry("fake", (), judge, lambda _, outlive: FakeEngine(outlive=outlive), runs_vms=False)

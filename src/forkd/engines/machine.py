@@ -1,27 +1,84 @@
-"""What VMs of every engine share: a process, a directory, the agent's socket in it."""
+"""What VMs of every engine share: a process, a directory, and the sockets in it."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shutil
 import socket
+import stat
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from forkd.engines.base import Death, ExitReason, Phases, tail_of
-from forkd.engines.sockets import AGENT_SOCKET, reach
 from forkd.errors import EngineFailed, GuestDied
-from forkd.host.cgroup import Group, make_group
-from forkd.host.cgroup_place import Place, find_place
+from forkd.host.cgroup import Group, Place, find_place, make_group
 from forkd.host.marked import Marked, find_marked
 from forkd.host.process import SHORTAGES, ExitStatus, WatchedProcess, take_over
 from forkd.host.threads import in_thread
-from forkd.model.limits import NO_LIMITS, Limits
+from forkd.model.machine import NO_LIMITS, Limits
 
 CONSOLE = "console.log"
 _DEATH_DEADLINE_S = 1.0
+# The unix sockets in a VM's directory: its process inherits them listening, and serves one client at a time.
+AGENT_SOCKET = "agent.sock"
+CONNECT_DEADLINE_S = 10.0
+_RETRY_S = 0.02
+# A client that is served, one that is about to replace it, and some that gave up before they were served.
+_BACKLOG = 8
+
+
+def listening_socket(path: Path) -> socket.socket:
+    """Listening before its server is there, so that clients need not wait for it to appear."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.bind(str(path))
+        sock.listen(_BACKLOG)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def connected_socket(path: Path) -> socket.socket:
+    """Raises OSError; BlockingIOError when too many wait already.
+
+    Follows no link, which a VMM that was broken into may have put there; and the path may be of any length.
+    """
+    place = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISSOCK(os.fstat(place).st_mode):
+            raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK), str(path))
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            sock.setblocking(False)
+            sock.connect(f"/proc/self/fd/{place}")
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+    finally:
+        os.close(place)
+
+
+async def connect_to(path: Path) -> socket.socket:
+    """Connect to a VM that runs already. Whether it will serve us only an answer can tell."""
+    try:
+        async with asyncio.timeout(CONNECT_DEADLINE_S):
+            while True:
+                try:
+                    return connected_socket(path)
+                except BlockingIOError:
+                    await asyncio.sleep(_RETRY_S)
+    except ConnectionRefusedError as error:
+        raise GuestDied(f"No process listens on {path.name} of {path.parent.name} any more") from error
+    except TimeoutError as error:
+        raise EngineFailed(f"{path.name} of {path.parent.name} does not accept connections") from error
+    except OSError as error:
+        raise EngineFailed(f"Could not connect to {path}: {error.strerror}") from error
 
 
 class ProcessMachine:
@@ -74,7 +131,7 @@ class ProcessMachine:
         return await self._reach_agent()
 
     async def _reach_agent(self) -> socket.socket:
-        return await reach(self._directory / AGENT_SOCKET)
+        return await connect_to(self._directory / AGENT_SOCKET)
 
     async def kill(self) -> None:
         self._killed = True
@@ -141,7 +198,7 @@ class ProcessMachine:
 
 
 def parse_exit(status: ExitStatus, console: str) -> ExitReason:
-    """Why a VMM that nobody killed has ended. It exits with 0 both when the guest shut down and on a panic's reboot."""
+    """Why a VMM that was not killed has ended. It exits with 0 when the guest shut down, and on a panic's reboot."""
     unknown = status.code is None and status.signal is None
     if status.code != 0 and not unknown:
         return ExitReason.CRASHED
@@ -174,7 +231,7 @@ def made_directory(directory: Path) -> Iterator[None]:
 def grouped(directory: Path, limits: Limits, files: Sequence[Path], *, always: bool = False) -> Iterator[Group | None]:
     """The control group of a VM that is started in the block, gone again when it is not.
 
-    There is none without limits, unless one is to be made `always` where that can be done.
+    Without limits there is no group, unless `always` asks for one and this host can make it.
     """
     if limits == NO_LIMITS and not (always and isinstance(find_place(), Place)):
         yield None

@@ -1,6 +1,6 @@
 """One connected stream socket to a guest's agent, shared by many exchanges.
 
-The guest is not trusted: it may send anything, at any rate, or nothing. Whatever it sends is bounded by frames, by
+The guest is not trusted: it may send anything, at any rate, or nothing. All it sends is bounded by frames, by
 the window of each exchange and by a budget for what belongs to none; what breaks the protocol ends the channel.
 Nothing here awaits per message: one event loop serves a hundred guests.
 """
@@ -87,7 +87,7 @@ class Channel:
         self._receivers.pop(receiver.number, None)
 
     def cancel(self, receiver: Receiver) -> None:
-        """Nobody waits for it any more. What is under way may still come."""
+        """The caller has stopped waiting. Frames under way may still arrive."""
         if self._receivers.pop(receiver.number, None) is not None and self._error is None:
             self._late_budget += WINDOW_BYTES + MAX_MESSAGE
             self.send(encode(CANCEL, receiver.number))
@@ -174,11 +174,11 @@ class Channel:
         if not self._synchronised:
             self._stale_budget -= size
         elif garbage:
-            raise ProtocolError(f"The guest sent {size} bytes that are no frame")
+            raise ProtocolError(f"The guest sent {size} bytes that are not a frame")
         else:
             self._late_budget -= size
         if self._stale_budget < 0 or self._late_budget < 0:
-            raise ProtocolError("The guest floods its channel with what nobody asked for")
+            raise ProtocolError("The guest floods its channel with data that was not requested")
 
     # Outgoing
 

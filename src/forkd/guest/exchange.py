@@ -78,10 +78,10 @@ class Exchange:
         return parse_object(payload)
 
     def abandon(self) -> None:
-        """Nobody waits any more."""
+        """The caller has stopped waiting."""
         self._stop_timer()
         self._channel.cancel(self)
-        self._fail(AgentError(f"Nobody waits any more for the guest to {self._what}"))
+        self._fail(AgentError(f"The caller stopped waiting for the guest to {self._what}"))
 
     async def send_data(self, data: bytes) -> None:
         """All of `data`, as fast as the guest takes it. Returns early when the exchange has ended."""
@@ -164,7 +164,7 @@ class Exchange:
     def _fail(self, error: ForkdError) -> None:
         if not self._answer.done():
             self._answer.set_exception(error)
-            self._answer.exception()  # somebody may have stopped waiting; that is no mistake
+            self._answer.exception()  # read once: a caller that stopped waiting is not an error
         self._wake_sender()
 
     def _wake_sender(self) -> None:
@@ -173,7 +173,7 @@ class Exchange:
 
 
 class Caller:
-    """Whoever makes simple calls: one request, one answer, both JSON."""
+    """Makes simple calls: one request, one answer, both JSON."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -186,7 +186,7 @@ def parse_object(payload: bytes) -> dict[str, Any]:
     try:
         value: dict[str, Any] = decode_json(payload)
     except WireError as error:
-        raise ProtocolError(f"The guest's answer is not legal: {error}") from error
+        raise ProtocolError(f"The guest's answer is invalid: {error}") from error
     return value
 
 
@@ -208,26 +208,26 @@ def parse_failure(payload: bytes) -> ForkdError:
 def get_text(answer: dict[str, Any], key: str, limit: int) -> str:
     value = answer.get(key)
     if not isinstance(value, str) or len(value) > limit:
-        raise ProtocolError(f"The guest's answer has no legal text {key!r}")
+        raise ProtocolError(f"The guest's answer has no valid text {key!r}")
     return value
 
 
 def get_int(answer: dict[str, Any], key: str, low: int = 0, high: int = 1 << 63) -> int:
     value = answer.get(key)
     if type(value) is not int or not low <= value < high:
-        raise ProtocolError(f"The guest's answer has no legal number {key!r}")
+        raise ProtocolError(f"The guest's answer has no valid number {key!r}")
     return value
 
 
 def get_float(answer: dict[str, Any], key: str) -> float:
     value: Any = answer.get(key)
     if type(value) not in (int, float) or not abs(value) < _MAX_NUMBER:
-        raise ProtocolError(f"The guest's answer has no legal number {key!r}")
+        raise ProtocolError(f"The guest's answer has no valid number {key!r}")
     return float(value)
 
 
 def get_flag(answer: dict[str, Any], key: str) -> bool:
     value = answer.get(key, False)
     if not isinstance(value, bool):
-        raise ProtocolError(f"The guest's answer has no legal flag {key!r}")
+        raise ProtocolError(f"The guest's answer has no valid flag {key!r}")
     return value

@@ -52,7 +52,7 @@ class FileCalls(Caller):
         answer = await self.call(request, "list a directory")
         entries = answer.get("entries")
         if not isinstance(entries, list) or len(entries) > limit:
-            raise ProtocolError("The guest listed no legal directory")
+            raise ProtocolError("The guest sent an invalid directory listing")
         return Listing(tuple(map(parse_entry, entries)), get_flag(answer, "truncated"))
 
     async def mkdir(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
@@ -99,7 +99,7 @@ class FileCalls(Caller):
         parents: bool = False,
         append: bool = False,
     ) -> int:
-        """Bytes written. The file appears when complete; with `append`, whatever was sent before a failure stays."""
+        """Bytes written. The file appears when complete; with `append`, data sent before a failure stays."""
         request: dict[str, Any] = {"op": "write", "path": check_path(path), "parents": parents, "append": append}
         if mode is not None:
             request["mode"] = mode
@@ -150,7 +150,7 @@ def check_path(path: str) -> str:
     try:
         size = len(path.encode("utf-8", "surrogateescape"))
     except UnicodeEncodeError as error:
-        raise InvalidInput("The path has characters that are no file name") from error
+        raise InvalidInput("The path has characters that a file name cannot have") from error
     if size > _MAX_PATH_BYTES:
         raise InvalidInput(f"The path is longer than {_MAX_PATH_BYTES} bytes")
     return path
@@ -158,14 +158,14 @@ def check_path(path: str) -> str:
 
 def parse_entry(entry: object) -> FileInfo:
     if not isinstance(entry, dict):
-        raise ProtocolError("The guest listed no legal directory entry")
+        raise ProtocolError("The guest listed an invalid directory entry")
     return parse_file(entry, get_text(entry, "name", 4096))
 
 
 def parse_file(answer: dict[str, Any], name: str) -> FileInfo:
     kind = get_text(answer, "type", 20)
     if kind not in _TYPES:
-        raise ProtocolError("The guest described a file of no known type")
+        raise ProtocolError("The guest described a file of unknown type")
     return FileInfo(
         name=name,
         type=kind,

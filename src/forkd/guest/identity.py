@@ -1,4 +1,4 @@
-"""The fork contract, host side: tell a clone who it is, and believe it only what it can show."""
+"""The fork contract, host side: give a clone its identity, and believe only what it can prove."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from forkd.errors import ContractBroken, ProtocolError
-from forkd.guest.calls import CLOCK_TOLERANCE_NS, Agent
+from forkd.guest.agent import CLOCK_TOLERANCE_NS, Agent
 from forkd.guest.channel import Channel
 from forkd.guest.exchange import Exchange, get_int, get_text
-from forkd.model.identity import Identity
+from forkd.model.names import Identity
 from forkd.wire.agent import BECOME, CLOCK, encode_clock, pack_become
 
 # In the order the guest takes them.
@@ -119,7 +119,7 @@ def _require_equal(step: str, seen: object, wanted: object) -> None:
 def _get_fingerprint(step: dict[str, Any], key: str) -> str:
     text = get_text(step, key, 64)
     if len(text) != 64 or not text.isalnum():
-        raise ProtocolError(f"{key} is no fingerprint")
+        raise ProtocolError(f"{key} is not a fingerprint")
     return text
 
 
@@ -129,7 +129,7 @@ class _Becoming(Exchange):
     def __init__(self, channel: Channel, payload: bytes, deadline_s: float) -> None:
         self.asked_ns = 0
         self._questions = 0
-        super().__init__(channel, "become somebody", BECOME, payload, deadline_s)
+        super().__init__(channel, "take a new identity", BECOME, payload, deadline_s)
 
     def on_other(self, kind: int, payload: bytes) -> None:
         self._questions += 1

@@ -15,7 +15,7 @@ from forkd.errors import AgentError, ForkdError, GuestTimeout, InvalidInput, Pro
 from forkd.guest.channel import Channel
 from forkd.guest.exchange import Exchange, get_int, parse_object
 from forkd.guest.results import Collected, CommandResult, output_kind, parse_exit
-from forkd.model.identity import check_env
+from forkd.model.names import check_env
 from forkd.wire.agent import CONTROL, END, EXEC, STARTED, STDERR, STDOUT
 
 START_S = 30.0
@@ -36,9 +36,9 @@ def render_exec(
     request: dict[str, Any] = {"stdin": stdin}
     texts = [command] if isinstance(command, str) else list(command)
     if not texts or not all(isinstance(text, str) for text in texts) or not texts[0]:
-        raise InvalidInput("A command is a text, or a list of texts")
+        raise InvalidInput("A command must be a text or a list of texts")
     if any("\0" in text for text in texts) or sum(map(len, texts)) > MAX_ARGUMENTS_BYTES:
-        raise InvalidInput(f"A command is without NUL and of at most {MAX_ARGUMENTS_BYTES} bytes")
+        raise InvalidInput(f"A command must have no NUL and at most {MAX_ARGUMENTS_BYTES} bytes")
     if isinstance(command, str):
         request["shell"] = command
     else:
@@ -57,7 +57,7 @@ def render_size(rows: int, columns: int) -> dict[str, int]:
 
 
 class Process(Exchange):
-    """Iterate over it for its output, as ("stdout" or "stderr", bytes); whoever does not keeps it waiting.
+    """Iterate over it for its output, as ("stdout" or "stderr", bytes); without a reader it waits.
 
     As a context manager it kills the command on the way out, unless it has ended.
     """

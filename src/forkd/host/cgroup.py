@@ -1,8 +1,9 @@
-"""Control groups (version 2) of VMs, one each: made with its limits before the VM starts, removed when it is over.
+"""Control groups (version 2) of VMs, one each: made with its limits before the VM starts, removed when it has ended.
 
     <base>/<digest of where the VM's directory is>/<name of the directory>
 
-The path follows from the directory, so whoever knows that finds the group without anything having been written down.
+The path follows from the directory, so nothing has to be written down to find the group again. <base> is in a group
+that was delegated to us, or, as root, at the top.
 """
 
 from __future__ import annotations
@@ -18,21 +19,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forkd.errors import EngineFailed, Unsupported
-from forkd.host.cgroup_place import LEAF, OWN, ROOT, Lack, Place, find_lack, find_place
-from forkd.model.limits import NO_LIMITS, Limits
+from forkd.host.finding import Finding, Status
+from forkd.model.machine import NO_LIMITS, Limits
 
+ROOT = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
+# Where forkd itself lives inside a delegated group: one that hands controllers down has no processes of its own.
+# The systemd unit names it too.
+LEAF = "daemon"
+# How systemd marks a group that it delegates.
+_DELEGATED = ("trusted.delegate", "user.delegate")
 _MIB = 1 << 20
 _CPU_PERIOD_US = 100_000
 _DIGEST_CHARS = 12
 _REMOVE_DEADLINE_S = 10.0
 _REMOVE_RETRY_S = 0.005
-# How often another thread or forkd may take away the directory that we are about to make a group in.
+# Another thread or forkd may remove the directory that we are about to make a group in: how often we try again.
 _TRIES = 100
-# What the kernel says of a group that was removed before, and of one that is removed just now.
+# The errors for a group that was removed before, and for one that is being removed.
 _GONE = (errno.ENOENT, errno.ENODEV)
 
 _BLOCK_DEVICES = Path("/sys/dev/block")
-# What each controller is for.
+# What each controller limits.
 LIMITS = {
     "memory": "A memory limit",
     "cpu": "A CPU limit",
@@ -40,8 +48,25 @@ LIMITS = {
     "io": "A limit of disk I/O",
 }
 _FIELDS = {"memory": "memory_mib", "cpu": "cpus", "pids": "pids", "io": "io_mib_s"}
-# Absent where the kernel knows no swap.
+# Absent where the kernel has no swap.
 _OPTIONAL = frozenset({"memory.swap.max"})
+
+
+@dataclass(frozen=True)
+class Place:
+    """Controllers are handed down from `top`; groups of VMs are below `base`, which is in it."""
+
+    top: Path
+    base: Path
+    crowded: bool = False  # we live in `top` itself, and have to move before it can hand controllers down
+
+
+@dataclass(frozen=True)
+class Lack:
+    """Why something cannot be done here, and what to do about it."""
+
+    reason: str
+    hint: str
 
 
 @dataclass(frozen=True)
@@ -49,23 +74,23 @@ class Group:
     path: Path
 
     def add(self, pid: int) -> None:
-        """From here on all limits hold for it and for all it starts."""
+        """From now on the limits hold for it and for every process it starts."""
         try:
-            _write(self.path / "cgroup.procs", str(pid))
+            (self.path / "cgroup.procs").write_text(str(pid))
         except ProcessLookupError:
-            pass  # it ended before; whoever watches it is told
+            pass  # it has ended; its watcher is told
         except OSError as error:
             raise EngineFailed(f"Could not put process {pid} into {self.path}: {error.strerror}") from error
 
     def out_of_memory(self) -> bool:
-        """Whether the kernel has killed for its memory limit."""
+        """Whether the kernel has killed a process for the memory limit."""
         return _read_table(self.path / "memory.events").get("oom_kill", 0) > 0
 
     def cpu_seconds(self) -> float:
         return _read_table(self.path / "cpu.stat").get("usage_usec", 0) / 1e6
 
     def remove(self) -> None:
-        """End what is in it, and remove it. Safe to repeat."""
+        """Kill its processes and remove it. Safe to repeat."""
         deadline = time.monotonic() + _REMOVE_DEADLINE_S
         while self.path.exists():
             _kill_all(self.path)
@@ -82,7 +107,7 @@ class Group:
 def make_group(
     directory: Path, limits: Limits = NO_LIMITS, files: Sequence[Path] = (), *, root: Path = ROOT, own: Path = OWN
 ) -> Group:
-    """The group of a VM that is about to start in `directory` and reads `files`. Or Unsupported, and none is left."""
+    """The group of a VM that is about to start in `directory` and reads `files`. Raises Unsupported, leaving none."""
     place = find_place(root, own)
     if isinstance(place, Lack):
         raise _unsupported(next(iter(_controllers(limits)), None), place)
@@ -92,7 +117,7 @@ def make_group(
     devices = find_devices(files) if limits.io_mib_s is not None else []
     group = Group(_group_path(place, directory))
     if group.path.exists():
-        group.remove()  # of a VM that was there before us
+        group.remove()  # an earlier VM left it
     _make(place, group.path, _controllers(limits))
     try:
         for name, value in render_settings(limits, devices):
@@ -104,7 +129,7 @@ def make_group(
 
 
 def enforceable(limits: Limits, *, root: Path = ROOT, own: Path = OWN) -> Limits:
-    """Those of them that this host has controllers for."""
+    """The limits that this host has controllers for."""
     place = find_place(root, own)
     lacking = [controller for controller in _controllers(limits) if find_lack(place, controller)]
     return replace(limits, **{_FIELDS[controller]: None for controller in lacking})
@@ -119,7 +144,7 @@ def find_group(directory: Path, *, root: Path = ROOT, own: Path = OWN) -> Group 
 
 
 def remove_groups(under: Path, keep: Container[str] = (), *, root: Path = ROOT, own: Path = OWN) -> None:
-    """Of all VMs whose directory is, or was, in `under`, except those with a name to `keep`."""
+    """Remove the groups of all VMs whose directory is, or was, in `under`, except the names in `keep`."""
     place = find_place(root, own)
     if isinstance(place, Lack):
         return
@@ -154,19 +179,14 @@ def parse_table(text: str) -> dict[str, int]:
 
 
 def find_devices(files: Sequence[Path], block_devices: Path = _BLOCK_DEVICES) -> list[str]:
-    """The whole disks the files are on, as 'major:minor'. Raises Unsupported for one that is on none."""
+    """The whole disks the files are on, as 'major:minor'. Raises Unsupported for a file that is on no disk."""
     devices = []
     for file in files:
         number = file.stat().st_dev
         device = block_devices / f"{os.major(number)}:{os.minor(number)}"
         if not device.exists():
-            raise _unsupported(
-                "io",
-                Lack(
-                    f"{file} is on no block device (tmpfs, overlay, btrfs and network file systems are not)",
-                    "Put FORKD_HOME on a file system such as ext4 or xfs",
-                ),
-            )
+            reason = f"{file} is not on a block device (tmpfs, overlay, btrfs and network file systems are not)"
+            raise _unsupported("io", Lack(reason, "Put FORKD_HOME on a file system such as ext4 or xfs"))
         disk = device.resolve()
         if (disk / "partition").exists():
             disk = disk.parent
@@ -196,14 +216,14 @@ def _make(place: Place, path: Path, controllers: list[str]) -> None:
             path.mkdir()
         except OSError as error:
             if error.errno in _GONE:
-                continue  # somebody else took the parent for empty, which it was
+                continue  # another forkd removed the parent while it was empty
             raise _unsupported(None, Lack(f"{path} cannot be made: {error.strerror}", "Run forkd as root")) from error
         return
     raise EngineFailed(f"Could not make the group {path}: others keep removing its parent")
 
 
 def _move_out(group: Path) -> None:
-    """All that lives in a delegated group itself into a leaf of it; what they start is born there."""
+    """Move every process in a delegated group itself to a leaf of it; the processes they start are born there."""
     leaf = Group(group / LEAF)
     leaf.path.mkdir(exist_ok=True)
     for _ in range(_TRIES):
@@ -219,7 +239,7 @@ def _hand_down(top: Path, bottom: Path, controller: str) -> None:
         control = group / "cgroup.subtree_control"
         try:
             if controller not in _read_words(control):
-                _write(control, f"+{controller}")
+                control.write_text(f"+{controller}")
         except OSError as error:
             if error.errno in _GONE:
                 raise
@@ -234,7 +254,7 @@ def _set(path: Path, value: str) -> None:
     if path.name in _OPTIONAL and not path.exists():
         return
     try:
-        _write(path, value)
+        path.write_text(value)
     except OSError as error:
         lack = Lack(f"the kernel refuses {value!r} in {path.name}: {error.strerror}", "See: forkd doctor")
         raise _unsupported(path.name.partition(".")[0], lack) from error
@@ -246,9 +266,9 @@ def _unsupported(controller: str | None, lack: Lack) -> Unsupported:
 
 
 def _kill_all(group: Path) -> None:
-    with contextlib.suppress(OSError):  # it may be removed under our hands; what lives on is noticed
+    with contextlib.suppress(OSError):  # it may be removed meanwhile; a process that lives on is noticed
         if (group / "cgroup.kill").exists():
-            _write(group / "cgroup.kill", "1")
+            (group / "cgroup.kill").write_text("1")
             return
         for pid in _read_words(group / "cgroup.procs"):
             _kill_member(group, pid)
@@ -258,7 +278,7 @@ def _kill_member(group: Path, pid: str) -> None:
     with contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(int(pid))
         try:
-            # Asked once the pidfd is open: from then on the number cannot become another process's.
+            # Look once the pidfd is open: from then on it cannot mean another process.
             if pid in _read_words(group / "cgroup.procs"):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         finally:
@@ -270,12 +290,12 @@ def _is_populated(group: Path) -> bool:
 
 
 def _remove_tree(group: Path) -> bool:
-    """With groups that a VMM made in it. False: the kernel still holds on to one."""
+    """Including groups that a VMM made in it. False: the kernel still holds one."""
     try:
         for path, _, _ in os.walk(group, topdown=False):
             Path(path).rmdir()
     except FileNotFoundError:
-        pass  # somebody else does the same
+        pass  # another forkd removes it too
     except OSError:
         return False
     return True
@@ -295,5 +315,96 @@ def _read_words(path: Path) -> list[str]:
         return []
 
 
-def _write(path: Path, value: str) -> None:
-    path.write_text(value)
+def find_mount(root: Path = ROOT) -> Path | None:
+    """Where cgroup v2 is mounted; it may be beside version 1."""
+    return next((path for path in (root, root / "unified") if (path / "cgroup.controllers").exists()), None)
+
+
+def find_place(root: Path = ROOT, own: Path = OWN) -> Place | Lack:
+    mount = find_mount(root)
+    if mount is None:
+        return Lack("cgroup v2 is not mounted", "Boot with systemd.unified_cgroup_hierarchy=1")
+    place = _delegated_place(mount, own)
+    if place is None and _is_writable(mount):
+        place = Place(mount, mount / "forkd")
+    if place is None:
+        return Lack(
+            f"this user may not make groups in {mount}",
+            "Run forkd as root, or in a systemd unit or scope with Delegate=yes and DelegateSubgroup=daemon",
+        )
+    if not _is_writable(place.top):
+        return Lack(f"{place.top} is read-only", "A systemd unit needs ProtectControlGroups=no")
+    return place
+
+
+def find_lack(place: Place | Lack, *controllers: str) -> Lack | None:
+    """Why groups cannot have all of the controllers."""
+    if isinstance(place, Lack):
+        return place
+    found = (place.top / "cgroup.controllers").read_text().split()
+    missing = [controller for controller in controllers if controller not in found]
+    if not missing:
+        return None
+    return Lack(
+        f"{place.top} has no controller for {', '.join(missing)}",
+        "cgroup v1 has it, the kernel was booted without it, or it is not handed down to this group",
+    )
+
+
+def parse_groups(text: str) -> dict[str, str]:
+    """From /proc/<pid>/cgroup: controller to path; version 2 has the empty name."""
+    groups: dict[str, str] = {}
+    for line in text.splitlines():
+        _, _, rest = line.partition(":")
+        controllers, colon, path = rest.partition(":")
+        if colon:
+            groups.update(dict.fromkeys(controllers.split(","), path))
+    return groups
+
+
+def _delegated_place(mount: Path, own: Path) -> Place | None:
+    try:
+        group = parse_groups(own.read_text()).get("")
+    except OSError:
+        return None
+    if group is None:
+        return None
+    ours = mount / group.lstrip("/")
+    if ours.name == LEAF and _is_delegated(ours.parent):
+        return Place(ours.parent, ours.parent / "vms")
+    # systemd starts a service in its group itself, and could not restart it while VMs live on in groups below that
+    # have controllers; so in a service we use only the subgroup that DelegateSubgroup= gives us.
+    if _is_delegated(ours) and not ours.name.endswith(".service"):
+        return Place(ours, ours / "vms", crowded=True)
+    return None
+
+
+def _is_delegated(group: Path) -> bool:
+    for name in _DELEGATED:
+        with contextlib.suppress(OSError):
+            if os.getxattr(group, name) == b"1":
+                return True
+    return False
+
+
+def _is_writable(group: Path) -> bool:
+    return os.access(group, os.W_OK, effective_ids=True)
+
+
+def probe_cgroup(root: Path = ROOT) -> Finding:
+    mount = find_mount(root)
+    if mount is None:
+        return Finding("cgroup v2", Status.INFO, "not mounted")
+    controllers = (mount / "cgroup.controllers").read_text().split()
+    return Finding("cgroup v2", Status.INFO, " ".join(controllers) or f"no controllers in it, at {mount}")
+
+
+def probe_enforcement(root: Path = ROOT, own: Path = OWN) -> Finding:
+    """Which limits a sandbox can have here. Without any, only sandboxes with limits are refused."""
+    place = find_place(root, own)
+    lack = find_lack(place, *LIMITS)
+    if lack is None:
+        return Finding("limits", Status.OK, f"{', '.join(LIMITS)} of each sandbox")
+    can = [controller for controller in LIMITS if find_lack(place, controller) is None]
+    some = f"only {', '.join(can)}" if can else "none"
+    return Finding("limits", Status.WARN, f"{some}: {lack.reason}", lack.hint)

@@ -35,7 +35,7 @@ _wanted, _, _times = os.environ.get("FORKD_FAULT", "").partition("@")
 _left = int(_times or 1)
 
 
-def reach(point: str) -> None:
+def fault_point(point: str) -> None:
     global _left
     if _wanted == point:
         _left -= 1

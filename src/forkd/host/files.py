@@ -1,21 +1,30 @@
-"""Files and directories that appear under their final name only when complete and synced."""
+"""Files that get their final name only when complete and synced; checksums, remembered while a file is unchanged."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import fcntl
+import hashlib
+import json
 import os
 import secrets
 import shutil
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from forkd.errors import Conflict, HostLacks, NoCapacity
+from forkd.errors import Conflict, NoCapacity, SnapshotDamaged
+from forkd.host.tools import find_tool
 
 STAGING_PREFIX = ".staging-"
+STAMPS = ".verified"
+# File times move in steps of the kernel's tick: two changes within one step look the same.
+_CLOCK_STEP_NS = 20_000_000
 _DIG_DEADLINE_S = 600.0
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -33,16 +42,15 @@ def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
 
 
 def dig_holes(path: Path) -> None:
-    """Give back the space of zeros in a file, where its file system can."""
-    fallocate = shutil.which("fallocate")
-    if fallocate is None:
-        raise HostLacks("fallocate is not installed", hint="Install the package util-linux")
-    subprocess.run([fallocate, "--dig-holes", str(path)], capture_output=True, timeout=_DIG_DEADLINE_S, check=False)
+    """Free the space that zeros take in a file, where its file system can."""
+    subprocess.run(
+        [find_tool("fallocate"), "--dig-holes", str(path)], capture_output=True, timeout=_DIG_DEADLINE_S, check=False
+    )
 
 
 @contextmanager
 def owned(path: Path, taken: str, hint: str) -> Iterator[None]:
-    """Hold the lock `path` alone, or raise Conflict. It holds our pid, for people; the kernel drops it when we die."""
+    """Hold the lock `path` alone, or raise Conflict. The file shows our pid; the kernel drops the lock when we die."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -61,7 +69,7 @@ def owned(path: Path, taken: str, hint: str) -> Iterator[None]:
 def scratch_directory(parent: Path) -> Iterator[Path]:
     """A hidden directory in `parent`, removed afterwards.
 
-    It is locked for as long as we live, so `sweep_staging` can tell leftovers of a crash from work in progress.
+    It is locked while we live, so that `sweep_staging` can tell what a crash left from work in progress.
     """
     with enough_disk(parent):
         parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +91,7 @@ def staged_directory(final: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def sweep_staging(parent: Path) -> list[Path]:
-    """Remove staging directories whose maker is gone; returns what was removed."""
+    """Remove staging directories whose maker has died; returns what was removed."""
     if not parent.is_dir():
         return []
     removed = []
@@ -123,7 +131,7 @@ def enough_disk(where: Path) -> Iterator[None]:
 
 def _publish(staging: Path, final: Path, *, replace: bool) -> None:
     if replace and final.exists():
-        # In one step, so that there is no instant without a `final`; the old one is then removed as our staging.
+        # In one step, so that `final` always exists; the old one is then removed as our staging.
         _exchange(staging, final)
     else:
         try:
@@ -169,14 +177,14 @@ def _make_locked(parent: Path) -> tuple[Path, int]:
         except FileNotFoundError:
             continue
         fcntl.flock(fd, fcntl.LOCK_EX)
-        # Before the lock was ours, a sweep may have taken the directory for a leftover.
+        # Before we had the lock, a sweep may have removed the directory as a leftover.
         if staging.exists():
             return staging, fd
         os.close(fd)
 
 
 def _remove_unheld(path: Path) -> bool:
-    """Under its lock, so that its maker cannot begin to use it meanwhile. False when somebody holds it."""
+    """Under its lock, so that its maker cannot begin to use it meanwhile. False when the lock is held."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -189,3 +197,95 @@ def _remove_unheld(path: Path) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+@dataclass(frozen=True)
+class FileSum:
+    size: int
+    sha256: str
+
+
+def digest_file(path: Path) -> FileSum:
+    with path.open("rb") as file:
+        return FileSum(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def dump_sums(sums: Mapping[str, FileSum]) -> dict[str, Any]:
+    return {name: asdict(entry) for name, entry in sums.items()}
+
+
+def parse_sums(raw: object) -> dict[str, FileSum]:
+    """Raises ValueError on anything but {name: {size, sha256}}."""
+    if not isinstance(raw, dict):
+        raise ValueError("not a table of files")
+    sums = {}
+    for name, entry in raw.items():
+        # They become paths, so each must be one plain name.
+        if not isinstance(entry, dict) or {"/", "\0"} & set(name) or name in ("", ".", ".."):
+            raise ValueError(f"bad entry for file {name!r}")
+        size, sha256 = entry.get("size"), entry.get("sha256")
+        if type(size) is not int or not isinstance(sha256, str):
+            raise ValueError(f"bad entry for file {name!r}")
+        sums[name] = FileSum(size, sha256)
+    return sums
+
+
+def verify_sizes(directory: Path, sums: Mapping[str, FileSum], *, what: str, hint: str) -> dict[str, os.stat_result]:
+    """Raise SnapshotDamaged, naming the file, unless each is present and whole. Nothing is read."""
+    seen = {}
+    for name, wanted in sums.items():
+        with _damage_named(name, what, hint):
+            info = (directory / name).stat()
+        if info.st_size != wanted.size:
+            raise SnapshotDamaged(
+                f"The file {name} of {what} has {info.st_size} bytes instead of {wanted.size}", hint=hint
+            )
+        seen[name] = info
+    return seen
+
+
+def verify_files(directory: Path, sums: Mapping[str, FileSum], *, what: str, hint: str) -> None:
+    """Raise SnapshotDamaged, naming the file, unless each is present, whole and unaltered.
+
+    A file that passed is not read again until its inode, size or times change: a fork must not hash 512 MiB.
+    """
+    remembered = _read_stamps(directory)
+    looked_at_ns = time.time_ns()
+    stamps = {}
+    for name, info in verify_sizes(directory, sums, what=what, hint=hint).items():
+        sha256 = sums[name].sha256
+        stamp = f"{info.st_dev}:{info.st_ino}:{info.st_size}:{info.st_mtime_ns}:{info.st_ctime_ns}:{sha256}"
+        if remembered.get(name) != stamp:
+            with _damage_named(name, what, hint):
+                found = digest_file(directory / name)
+            if found.sha256 != sha256:
+                raise SnapshotDamaged(f"The file {name} of {what} was altered: its checksum does not match", hint=hint)
+        if looked_at_ns - info.st_ctime_ns > _CLOCK_STEP_NS:
+            stamps[name] = stamp
+    if stamps != remembered:
+        _write_stamps(directory, stamps)
+
+
+@contextmanager
+def _damage_named(name: str, what: str, hint: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise SnapshotDamaged(f"The file {name} of {what} is missing", hint=hint) from None
+    except OSError as error:
+        raise SnapshotDamaged(f"The file {name} of {what} cannot be read: {error.strerror}", hint=hint) from error
+
+
+def _read_stamps(directory: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads((directory / STAMPS).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
+
+
+def _write_stamps(directory: Path, stamps: Mapping[str, str]) -> None:
+    try:
+        write_atomic(directory / STAMPS, json.dumps(stamps).encode())
+    except (OSError, NoCapacity):
+        pass  # a read-only or full store is verified again each time, which is slow but right

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from forkd.errors import HostLacks
 from forkd.host.finding import Finding, Status
-from forkd.host.programs import find_program
-from forkd.host.tools import run_tool
+from forkd.host.tools import find_program, run_tool
 
 FIRECRACKER, FIRECRACKER_SETTING = "firecracker", "FORKD_FIRECRACKER"
 JAILER, JAILER_SETTING = "jailer", "FORKD_JAILER"
 OLDEST = (1, 7)
-# Before this one devices were told on the kernel's command line only, where Debian's kernels do not look for them.
+# Older ones tell devices on the kernel's command line only, where Debian's kernels do not look for them.
 _OLDEST_WITH_ACPI = (1, 8)
 
 _ANSWER_S = 5.0
@@ -28,7 +27,7 @@ _NO_JAIL = "no jail: sandboxes are isolated by KVM and Firecracker's seccomp alo
 
 @dataclass(frozen=True)
 class Binaries:
-    """What runs a VM, without links: a jail is named after the program in it. The jailer is None when not root."""
+    """Resolved paths, because a jail is named after the program in it. The jailer is None when we are not root."""
 
     firecracker: Path
     version: str
@@ -36,7 +35,7 @@ class Binaries:
 
 
 def find_binaries() -> Binaries:
-    """Raises HostLacks, with the last words of a program that does not run."""
+    """Raises HostLacks, with the last lines of a program that does not run."""
     firecracker = _get_firecracker()
     version = ask_version(firecracker)
     check_version(firecracker, version)
@@ -64,10 +63,10 @@ def ask_version(path: Path) -> str:
 
 
 def parse_version(text: str) -> str:
-    """As it is told, a suffix included: snapshots are only promised within one build."""
+    """As printed, with its suffix: snapshots are only compatible within one build."""
     found = _VERSION.search(text)
     if found is None:
-        raise HostLacks("The program does not tell its version", details=text or None)
+        raise HostLacks("The program does not print its version", details=text or None)
     return found[1]
 
 
@@ -86,8 +85,7 @@ def probe_firecracker() -> tuple[Finding, ...]:
         version = ask_version(path)
         check_version(path, version)
     except HostLacks as error:
-        broken = Finding(FIRECRACKER, Status.FAIL, _told(error), error.hint)
-        return broken, Finding(JAILER, Status.INFO, "not looked for")
+        return Finding.lacking(FIRECRACKER, error), Finding(JAILER, Status.INFO, "not looked for")
     return judge_version(path, version), _probe_jailer(path)
 
 
@@ -107,7 +105,7 @@ def _probe_jailer(firecracker: Path) -> Finding:
         path = _get_jailer(firecracker)
         return Finding(JAILER, Status.OK, f"{ask_version(path)} at {path}")
     except HostLacks as error:
-        return Finding(JAILER, Status.FAIL, _told(error), error.hint)
+        return Finding.lacking(JAILER, error)
 
 
 def _get_firecracker() -> Path:
@@ -125,7 +123,7 @@ def _get_jailer(firecracker: Path) -> Path:
     """Its own setting, else beside Firecracker (`jailer-v1.12.1-x86_64` in a release), else on PATH."""
     if FIRECRACKER not in firecracker.name:
         raise HostLacks(
-            f"The jailer only runs what has {FIRECRACKER} in its name, and {firecracker} does not",
+            f"The jailer only runs a program with {FIRECRACKER} in its name, and {firecracker} has not",
             hint="Rename it",
         )
     beside = firecracker.with_name(firecracker.name.replace(FIRECRACKER, JAILER))
@@ -145,7 +143,9 @@ def _find_set(setting: str) -> Path | None:
         return None
     path = _first_program([Path(value)])
     if path is None:
-        raise HostLacks(f"{setting} is {value}, which is no program", hint=f"Set it to the path of a program: {_WHERE}")
+        raise HostLacks(
+            f"{setting} is {value}, which is not a program", hint=f"Set it to the path of a program: {_WHERE}"
+        )
     return path
 
 
@@ -163,9 +163,3 @@ def _is_root() -> bool:
 
 def parse_numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:3]))
-
-
-def _told(error: HostLacks) -> str:
-    """The message, and what the program itself said last."""
-    lines = (error.details or "").splitlines()
-    return f"{error.message}: {lines[-1]}" if lines else error.message

@@ -1,7 +1,7 @@
 """Processes that carry in their environment which VM they belong to.
 
-The mark is there from the first instruction of the program to the last and is inherited, so that whatever a killed run
-left can be found without anything having been written down.
+The mark is there from the first instruction of the program to the last and is inherited, so processes that a killed run
+left can be found without a record of them.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forkd.errors import EngineFailed
-from forkd.host.memory import start_time_ticks
 from forkd.host.process import KILL_DEADLINE_S
+from forkd.host.system import read_stat, start_time_ticks
 
 MARK = "FORKD_VM"
-# All a VM process gets to see of our environment, which may hold secrets.
+# A VM process sees only this of our environment, which may hold secrets.
 _HANDED_ON = ("PATH", "HOME", "LANG", "TMPDIR")
-# How long an exec may take to show the environment of the new program: it reads the program from disk before.
+# How long an exec may take until it shows the environment of the new program: it reads the program from disk first.
 _EXEC_DEADLINE_S = 2.0
 _EXEC_RETRY_S = 0.001
 
 # Places in /proc/<pid>/stat, counted from the state.
 _STATE, _PARENT, _FLAGS, _ENV_START, _ENV_END = 0, 1, 6, 47, 48
-# More than the directory of a VM, whose sockets' paths are bound to 108 bytes, ever needs.
+# More than the directory of a VM needs: the paths of its sockets have at most 108 bytes.
 ROOM_BYTES = 256
 _KERNEL_THREAD = 0x00200000  # PF_KTHREAD
 
-# Not there any more, or not ours to see.
+# It has ended, or we may not look at it.
 _OUT_OF_SIGHT = (FileNotFoundError, ProcessLookupError, PermissionError)
 
 
 @dataclass(frozen=True)
 class Marked:
-    """One process for good: its pid may be given to another, with another start time."""
+    """Names one process for good: another process may get its pid, but with another start time."""
 
     pid: int
     start_ticks: int
@@ -69,7 +69,7 @@ class MarkPlace:
 
 
 def find_mark_place(pid: int) -> MarkPlace | None:
-    """None: it has no mark, or is over."""
+    """None: it has no mark, or has ended."""
     fields, prefix, at = _read_stat(pid), MARK.encode() + b"=", 0
     for entry in _read_environ(pid).split(b"\0") if fields else ():
         if fields and entry.startswith(prefix):
@@ -83,16 +83,16 @@ def find_marked(under: Path) -> dict[Path, Marked]:
     leaders: dict[Path, Marked] = {}
     for directory, members in _scan(under).items():
         pids = {member.pid for member in members}
-        # What a VM process started is below it, or was and has lost it: then it is younger.
+        # Processes that a VM process started are below it, or have lost it as parent: then they are younger.
         heads = [member for member in members if _parent(member.pid) not in pids]
         leaders[directory] = min(heads or members, key=lambda member: (member.start_ticks, member.pid))
     return leaders
 
 
 def kill_marked(under: Path) -> None:
-    """End every process of the VMs `under` a directory, and return when they are gone."""
+    """Kill every process of the VMs `under` a directory, and wait until they have ended."""
     deadline = time.monotonic() + KILL_DEADLINE_S
-    # Again until there are none: one may have started another behind our back.
+    # Again until there are none: one may have started another meanwhile.
     while members := [member for group in _scan(under).values() for member in group]:
         for member in members:
             _kill(member, deadline)
@@ -106,7 +106,7 @@ def _kill(process: Marked, deadline: float) -> None:
     except ProcessLookupError:
         return
     try:
-        # Asked once the pidfd is open: from then on the number cannot become another process's.
+        # Look once the pidfd is open: from then on it cannot mean another process.
         if start_time_ticks(process.pid) == process.start_ticks:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             poll = select.poll()
@@ -125,7 +125,7 @@ def is_stopped(pid: int) -> bool:
 
 
 class _Turning(Exception):
-    """The process is just turning into another program: for some time of that, the kernel shows no environment."""
+    """The process is becoming another program: meanwhile the kernel shows no environment."""
 
 
 def _scan(under: Path) -> dict[Path, list[Marked]]:
@@ -157,7 +157,7 @@ def _look(pid: int, place: str) -> tuple[str, Marked | None]:
     if directory != place and not directory.startswith(place + "/"):
         return directory, None
     started = start_time_ticks(pid)
-    # The mark again: the pid may have gone to another process before we asked for its start.
+    # The mark again: another process may have got the pid before we asked for its start.
     if started is None or _read_mark(pid) != directory:
         return directory, None
     return directory, Marked(pid, started)
@@ -180,10 +180,10 @@ def _read_environ(pid: int) -> bytes:
             return environ
         if int(fields[_FLAGS]) & _KERNEL_THREAD:
             return environ
-        if int(fields[_ENV_END]) == 0:
+        # It may have become another program since we opened the file, and may do it again when we look once more.
+        if int(fields[_ENV_END]) == 0 or not ((again := path.read_bytes()) or fields[_ENV_START] == fields[_ENV_END]):
             raise _Turning
-        # It has an environment, empty or not: look once more, as it may be the new program's by now.
-        return path.read_bytes()
+        return again
     except _OUT_OF_SIGHT:
         return b""
 
@@ -194,8 +194,7 @@ def _parent(pid: int) -> int | None:
 
 
 def _read_stat(pid: int) -> list[str] | None:
-    """The fields of /proc/<pid>/stat after the name, which may hold spaces and parentheses. None: it is over."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return read_stat(pid)
     except _OUT_OF_SIGHT:
         return None

@@ -1,7 +1,7 @@
-"""Whose the other end of a loopback TCP connection is.
+"""Which user holds the other end of a loopback TCP connection.
 
 The kernel says so for one socket over netlink (sock_diag(7)); where that is missing, in /proc/net/tcp. An end that
-its owner has closed already belongs to nobody: the kernel then reports user 0 and inode 0, which is not root.
+its owner has closed belongs to nobody: the kernel then reports user 0 and inode 0, which does not mean root.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Address = tuple[str, int]
 
 
 def find_peer_uid(sock: socket.socket) -> int | None:
-    """The user who holds the other end of an accepted IPv4 connection from this host; None when nobody can tell."""
+    """The user who holds the other end of an accepted IPv4 connection from this host; None when unknown."""
     try:
         ours, theirs = sock.getsockname(), sock.getpeername()
         uid = find_owner(theirs, ours)
-        # Looked at last: while our end is connected, what we found was the other end of it.
+        # Checked last: while our end is connected, what we found was its other end.
         if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] not in _OUR_STATES:
             return None
     except OSError:
@@ -72,7 +72,7 @@ def parse_answer(answer: bytes) -> int | None:
         code = -struct.unpack_from("=i", answer, _HEADER.size)[0]
         raise OSError(code, os.strerror(code))
     if kind != _SOCK_DIAG_BY_FAMILY or len(answer) < _HEADER.size + _ANSWER.size:
-        raise OSError(errno.EPROTO, "The kernel's answer is none")
+        raise OSError(errno.EPROTO, "The kernel's answer has another type")
     _, state, _, _, _, _, _, _, uid, inode = _ANSWER.unpack_from(answer, _HEADER.size)
     return _owner(state, uid, inode)
 

@@ -1,4 +1,4 @@
-"""Processes that never outlive us by accident, and those left by another run that we take over."""
+"""Processes that never outlive us by accident, and processes of another run that we take over."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from pathlib import Path
 
 from forkd.errors import EngineFailed, HostLacks
 from forkd.host.cgroup import Group
-from forkd.host.memory import start_time_ticks
+from forkd.host.system import start_time_ticks
+from forkd.host.tools import find_tool
 
 KILL_DEADLINE_S = 10.0
-# What to do about what a machine has too little of.
+# What to do when the machine runs out of something.
 SHORTAGES = {
     errno.EAGAIN: "Raise ulimit -u, kernel.pid_max or the group's pids.max",
     errno.EMFILE: "Raise ulimit -n",
@@ -27,16 +28,16 @@ SHORTAGES = {
     errno.ENOSPC: "Free some space in the runtime directory",
 }
 
-# What is started waits for a line from us before it becomes the program, and ends when we are gone before that: whoever
-# looks for it by its environment finds it, or it never was. One that dies with us must see us once its death signal is
-# set: had we died before, the signal would never come.
+# A new process waits for a line from us before it becomes the program, and ends when we die before that: so it can be
+# found by its environment, or never ran. One that dies with us must see us alive once its death signal is set: had we
+# died before, the signal would never come.
 _GATE = 'read -r go && exec "$@" </dev/null'
 _GATE_OF_MORTALS = f'[ "$PPID" = "$0" ] && {_GATE}'
 
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """Both None: it ended, and its status went to another process."""
+    """Both None: it ended, and only its parent knows how."""
 
     code: int | None
     signal: int | None
@@ -66,7 +67,7 @@ class WatchedProcess:
             try:
                 signal.pidfd_send_signal(self._pidfd, number)
             except ProcessLookupError:
-                pass  # it is a zombie already; the exit event is on its way
+                pass  # a zombie already; the exit event will come
 
     async def kill(self) -> ExitStatus:
         self.send_signal(signal.SIGKILL)
@@ -74,7 +75,7 @@ class WatchedProcess:
             return await asyncio.shield(self.exited)
 
     def release(self) -> None:
-        """Watch it no more and leave it alone; `exited` stays as it is."""
+        """Stop watching and leave it alone; `exited` stays as it is."""
         if self._pidfd is not None:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
@@ -88,7 +89,7 @@ class WatchedProcess:
 
 
 def _collect(pidfd: int) -> ExitStatus:
-    """The status of a process that has ended; only its parent is told."""
+    """The status of a process that has ended, if we are its parent."""
     try:
         result = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
     except ChildProcessError:
@@ -100,7 +101,7 @@ def _collect(pidfd: int) -> ExitStatus:
 
 
 def children_of(pid: int) -> list[int]:
-    """None when it is over."""
+    """Empty when it has ended."""
     try:
         return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
@@ -108,14 +109,14 @@ def children_of(pid: int) -> list[int]:
 
 
 def take_over(pid: int, start_ticks: int) -> WatchedProcess | None:
-    """Watch a process that another one may have started. None: it is over."""
+    """Watch a process that another one may have started. None: it has ended."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
         return None
     except OSError as error:
         raise EngineFailed(f"Could not watch process {pid}: {error.strerror}", hint="Raise ulimit -n") from error
-    # Asked once the pidfd is open: from then on the number cannot become another process's.
+    # Look once the pidfd is open: from then on it cannot mean another process.
     if start_time_ticks(pid) != start_ticks:
         os.close(pidfd)
         return None
@@ -140,7 +141,7 @@ def spawn(
     a write past the limit fails with EFBIG instead of killing it. No instruction of it runs outside its `group`.
     """
     if shutil.which(argv[0]) is None:
-        raise HostLacks(f"There is no program {argv[0]}", hint="Install it; forkd doctor says how")
+        raise HostLacks(f"{argv[0]} is not a program on this host", hint="Install it; forkd doctor says how")
     command = [*_keeper_prefix(outlive), *argv]
     with output.open("ab") as log:
         try:
@@ -166,7 +167,7 @@ def spawn(
                 resource.prlimit(popen.pid, resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
             os.write(gate.fileno(), b"\n")
         except (ProcessLookupError, BrokenPipeError):
-            pass  # gone already; the exit event tells
+            pass  # it has ended; the exit event will come
     return process
 
 
@@ -179,7 +180,7 @@ def _taken_in(popen: subprocess.Popen[bytes], name: str, group: Group | None) ->
         popen.kill()
         popen.wait()
         raise
-    popen.returncode = 0  # Popen need not wait for it: the pidfd tells of its end
+    popen.returncode = 0  # keeps Popen from waiting for it: the pidfd tells when it ends
     return process
 
 
@@ -191,9 +192,6 @@ def _watch(pid: int, name: str) -> WatchedProcess:
 
 
 def _keeper_prefix(outlive: bool) -> list[str]:
-    setpriv = shutil.which("setpriv")
-    if setpriv is None:
-        raise HostLacks("setpriv is not installed", hint="Install the package util-linux")
     pdeathsig = [] if outlive else ["--pdeathsig", "KILL"]
     gate = _GATE if outlive else _GATE_OF_MORTALS
-    return [setpriv, *pdeathsig, "--no-new-privs", "--", "/bin/sh", "-c", gate, str(os.getpid())]
+    return [str(find_tool("setpriv")), *pdeathsig, "--no-new-privs", "--", "/bin/sh", "-c", gate, str(os.getpid())]

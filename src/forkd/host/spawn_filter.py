@@ -1,7 +1,7 @@
-"""A seccomp filter under which a process makes threads, and no process, and looks into no other. Pure.
+"""A seccomp filter: the process may make threads, but no processes, and may not look into other processes. Pure.
 
-A clone that makes a process is left to a tracer to decide (SECCOMP_RET_TRACE): without one it fails, so that a VMM
-which was broken into starts nothing, and we, tracing it, can still fork it. No privilege is needed for either.
+A tracer decides about a clone that makes a process (SECCOMP_RET_TRACE). Without a tracer it fails: a VMM that was
+broken into starts nothing, and we can still fork it by tracing it. Neither needs a privilege.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _X86_64 = 0xC000003E
 _X32_NUMBERS = 0x40000000
 _CLONE_THREAD = 0x10000
 _CLONE, _FORK, _VFORK, _EXECVE, _EXECVEAT, _CLONE3 = 56, 57, 58, 59, 322, 435
-# The daemon needs them and must have them from its own filter, which a VMM inherits: it has no use for them.
+# The daemon's own filter, which a VMM inherits, must allow these; a VMM does not need them.
 _PTRACE, _PROCESS_VM_READV, _PROCESS_VM_WRITEV, _PIDFD_GETFD = 101, 310, 311, 438
 _REFUSED = (_FORK, _VFORK, _EXECVE, _EXECVEAT, _PTRACE, _PROCESS_VM_READV, _PROCESS_VM_WRITEV, _PIDFD_GETFD)
 

@@ -25,8 +25,8 @@ def has_tun() -> bool:
 
 
 def make_tap(name: str, pid: int, owner: int) -> None:
-    """Up, for a user alone to open, where process `pid` has its network. Goes away with that. Raises EngineFailed."""
-    # In a thread that ends with it: entering a namespace is for a thread's lifetime.
+    """Up, in the network namespace of `pid`, for one user to open. It ends with the namespace. Raises EngineFailed."""
+    # In a thread of its own: a thread cannot leave the namespace again.
     with ThreadPoolExecutor(max_workers=1) as pool:
         try:
             pool.submit(_make, name, pid, owner).result()

@@ -1,22 +1,26 @@
-"""Programs of the host, found and run: one at a time, bounded, and never left behind."""
+"""Programs of the host: found, asked for their version, run to their end within a deadline, in namespaces or not."""
 
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from forkd.errors import ForkdError, HostLacks, NoCapacity
+from forkd.errors import BuildFailed, ForkdError, HostLacks, NoCapacity
 
 _PACKAGES = {
     "busybox": "busybox-static",
+    "fallocate": "util-linux",
     "mkfs.erofs": "erofs-utils",
     "mmdebstrap": "mmdebstrap",
     "newuidmap": "uidmap",
@@ -24,25 +28,55 @@ _PACKAGES = {
     "setpriv": "util-linux",
     "unshare": "util-linux",
 }
-# A user's PATH often lacks the sbin directories, where some of these programs live.
+# A user's PATH often lacks the sbin directories, where some programs are.
 _SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 _PASSED_ON = ("HOME", "http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
 
+_ANSWER_S = 5.0
+_NAMESPACES_S = 20.0
+_REMOVE_S = 120.0
 _TAIL_LINES = 25
 _MAX_LINE_BYTES = 4096
-_MAX_READS = 64
+_MAX_READS = 4
 _SILENCE_DEADLINE_S = 5.0
 _TICK_S = 0.2
 _DISK_FULL_BYTES = 1 << 20
 _DISK_FULL_WORDS = ("no space left on device", "disk quota exceeded", "enough free space in")
 
 
+def find_program(name: str) -> str | None:
+    return shutil.which(name, path=_search_path())
+
+
 def find_tool(name: str) -> Path:
-    found = shutil.which(name, path=_search_path())
+    """Raises HostLacks with the package to install."""
+    found = find_program(name)
     if found is None:
         package = _PACKAGES.get(name, name)
-        raise HostLacks(f"The program {name} is not installed", hint=f"Install it: apt install {package}")
+        raise HostLacks(f"{name} is not installed", hint=f"Install it: apt install {package}")
     return Path(found)
+
+
+def ask(*argv: str | Path) -> str:
+    """What a program prints, with any exit status; nothing when it cannot be run or does not end in time."""
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_ANSWER_S,
+            check=False,
+            env={"PATH": f"{os.defpath}:{_SBIN}", "LC_ALL": "C.UTF-8"},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode(errors="replace")
+
+
+def parse_version(text: str) -> tuple[int, ...] | None:
+    match = re.search(r"\b(\d+(?:\.\d+)+)", text)
+    return tuple(map(int, match[1].split("."))) if match else None
 
 
 def tool_environment(**extra: str) -> dict[str, str]:
@@ -63,31 +97,33 @@ def run_tool(
 ) -> None:
     """Run a program to its end, or raise `failure` with its last lines.
 
-    It gets a process group of its own, which is killed when we leave by an exception, and dies with us when
-    we are killed. A failure for want of space (the output says so, or `disk` was seen full) is a NoCapacity.
+    It gets its own process group, which is killed when we leave by an exception, and dies with us when we are
+    killed. When space runs out (the output says so, or `disk` was seen full) it raises NoCapacity.
     """
     command = [str(find_tool("setpriv")), "--pdeathsig", "KILL", "--", *map(str, argv)]
     seen = _Output(on_line, disk)
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        umask=0o022,
-        env=dict(env if env is not None else tool_environment()),
-    )
-    in_time = False
-    try:
-        in_time = _follow(process, seen, time.monotonic() + deadline_s)
-    finally:
-        # The leader is not reaped before this, so the group's number cannot have become someone else's.
-        _kill_group(process.pid)
-        process.wait()
-        if not in_time:
-            _await_silence(process)
-        if process.stdout is not None:
-            process.stdout.close()
+    with _interrupts_held() as let_go:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            umask=0o022,
+            env=dict(env if env is not None else tool_environment()),
+        )
+        in_time = False
+        try:
+            let_go()
+            in_time = _follow(process, seen, time.monotonic() + deadline_s)
+        finally:
+            # The leader is not reaped yet, so the number still means this group.
+            _kill_group(process.pid)
+            process.wait()
+            if not in_time:
+                _await_silence(process)
+            if process.stdout is not None:
+                process.stdout.close()
     if not in_time:
         raise failure(f"{doing} did not end within {deadline_s:g} s", details=seen.tail())
     if process.returncode != 0:
@@ -100,9 +136,79 @@ def run_tool(
         raise failure(f"{doing} failed ({_ended_how(process.returncode)})", details=seen.tail())
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[Callable[[], None]]:
+    """An interrupt while a process is being started comes when `let_go` is called: then there is someone to end it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    held: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: held.append(number))
+    holding = ExitStack()
+
+    @holding.callback
+    def put_back() -> None:
+        signal.signal(signal.SIGINT, before)
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+    with holding:
+        yield holding.close
+
+
+def run_namespaced(
+    argv: Sequence[str | Path],
+    *,
+    doing: str,
+    deadline_s: float,
+    failure: type[ForkdError] = BuildFailed,
+    on_line: Callable[[str], None] | None = None,
+    env: Mapping[str, str] | None = None,
+    disk: Path | None = None,
+) -> None:
+    """As `run_tool`, in fresh mount and pid namespaces, for tools that need root or a root directory of their own.
+
+    Mounts made there never show on the host, and the pid namespace takes every process with it when it ends, also
+    those that left the process group.
+    """
+    command = render_namespaced(argv, unshare=find_tool("unshare"), as_root=os.geteuid() == 0)
+    run_tool(command, doing=doing, failure=failure, deadline_s=deadline_s, on_line=on_line, env=env, disk=disk)
+
+
+def render_namespaced(argv: Sequence[str | Path], *, unshare: str | Path, as_root: bool) -> list[str]:
+    """A user other than root also gets a range of ids, so that files get the owners they have in the image."""
+    user = [] if as_root else ["--user", "--map-root-user", "--map-auto"]
+    return [str(unshare), *user, "--mount", "--pid", "--fork", "--kill-child=KILL", "--", *map(str, argv)]
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory whose files may belong to our subordinate ids: only a namespace can remove those."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        run_namespaced(["rm", "-rf", "--", path], doing=f"Removing {path}", deadline_s=_REMOVE_S)
+
+
+def check_namespaces(deadline_s: float = _NAMESPACES_S) -> None:
+    """Raise HostLacks where this user cannot make the namespaces that images are built in."""
+    as_root = os.geteuid() == 0
+    for tool in ["unshare"] if as_root else ["unshare", "newuidmap"]:
+        find_tool(tool)
+    try:
+        run_namespaced(["true"], doing="Making namespaces", deadline_s=deadline_s, failure=HostLacks)
+    except HostLacks as error:
+        message = "Images are built in namespaces, and this user may not make them"
+        raise HostLacks(message, hint=namespace_hint(as_root=as_root), details=error.details) from error
+
+
+def namespace_hint(*, as_root: bool) -> str:
+    if as_root:
+        return "Root needs CAP_SYS_ADMIN here: start the container with it"
+    return "Allow user namespaces, give this user a range in /etc/subuid and /etc/subgid, or run as root"
+
+
 @dataclass
 class _Output:
-    """The lines of a tool: passed on, the last ones kept."""
+    """The lines of a tool: passed on, and the last ones kept."""
 
     on_line: Callable[[str], None] | None
     disk: Path | None
@@ -143,7 +249,7 @@ class _Output:
 
 
 def _follow(process: subprocess.Popen[bytes], seen: _Output, until: float) -> bool:
-    """Read the output until the program ends; False when the deadline came first."""
+    """Read the output until the program ends; False when the deadline comes first."""
     assert process.stdout is not None
     fd = process.stdout.fileno()
     os.set_blocking(fd, False)
@@ -157,7 +263,7 @@ def _follow(process: subprocess.Popen[bytes], seen: _Output, until: float) -> bo
                     selector.unregister(fd)
             seen.look_at_disk()
             if _has_ended(process.pid):
-                # Not until the end of the pipe: a grandchild that stays behind may hold it open for ever.
+                # Not until the end of the pipe: a grandchild that lives on may hold it open.
                 if open_pipe:
                     _read_available(fd, seen)
                 seen.finish()
@@ -169,7 +275,7 @@ def _follow(process: subprocess.Popen[bytes], seen: _Output, until: float) -> bo
 
 
 def _read_available(fd: int, seen: _Output) -> bool:
-    """Take what is there, so that a flood cannot outrun the deadline; False at the end."""
+    """Take what is there, and not more than that: a flood must not outrun the deadline. False at the end."""
     for _ in range(_MAX_READS):
         try:
             data = os.read(fd, 1 << 16)
@@ -182,7 +288,7 @@ def _read_available(fd: int, seen: _Output) -> bool:
 
 
 def _await_silence(process: subprocess.Popen[bytes]) -> None:
-    """Until nobody holds the pipe: those we killed may take a moment to stop writing to our files."""
+    """Wait until nobody holds the pipe: killed processes may take a moment to stop writing to our files."""
     assert process.stdout is not None
     fd = process.stdout.fileno()
     os.set_blocking(fd, False)

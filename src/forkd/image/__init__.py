@@ -1,8 +1,7 @@
 """Images: a read-only root file system with the kernel and the initramfs it boots with."""
 
 from forkd.image.manifest import Image
-from forkd.image.progress import Progress
-from forkd.image.spec import ImageSpec, debian_spec, directory_spec, get_recipe, recipe_names
+from forkd.image.spec import ImageSpec, Progress, debian_spec, directory_spec, get_recipe, recipe_names
 from forkd.image.store import ImageStore
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""From a spec to the three pieces of an image. Each is made anew only when what goes into it has changed."""
+"""From a spec to the three pieces of an image. A piece is made again only when its inputs have changed."""
 
 from __future__ import annotations
 
@@ -6,33 +6,39 @@ from pathlib import Path
 from typing import Any
 
 from forkd.host.tools import find_tool
-from forkd.image import boot
 from forkd.image.debian import build_debian_root
 from forkd.image.directory import build_directory_root, scan_directory
-from forkd.image.erofs import ROOT_FILE
 from forkd.image.initramfs import (
     INITRD_FILE,
     check_static,
     digest_bytes,
     digest_sources,
     read_agent_sources,
+    render_init,
     render_initramfs,
 )
-from forkd.image.interpreter import get_interpreter
-from forkd.image.kernel import KERNEL_FILE, KERNEL_PACKAGE, MODULES_FILE, build_kernel, read_index
-from forkd.image.modules import BOOT_MODULES, load_order, read_modules
+from forkd.image.kernel import (
+    BOOT_MODULES,
+    KERNEL_FILE,
+    KERNEL_PACKAGE,
+    MODULES_FILE,
+    build_kernel,
+    load_order,
+    read_index,
+    read_modules,
+)
 from forkd.image.pieces import Piece, digest_request, obtain_piece
-from forkd.image.progress import Progress
-from forkd.image.spec import DEFAULT_SUITE, DebianSource, ImageSpec
+from forkd.image.root import ROOT_FILE, get_interpreter
+from forkd.image.spec import DEFAULT_SUITE, DebianSource, ImageSpec, Progress
 
-# Raise when the same request is to give another result than before.
+# Raise one when the same request gives another result than before.
 _ROOT_VERSION = 1
 _KERNEL_VERSION = 1
 _INITRD_VERSION = 1
 
 
 def build_pieces(spec: ImageSpec, pieces: Path, progress: Progress, *, fresh: bool) -> dict[str, tuple[Piece, str]]:
-    """By role, the piece and the file in it."""
+    """For each role the piece and the file in it."""
     root = _root(spec, pieces, progress, fresh=fresh)
     kernel = _kernel(spec, pieces, progress, fresh=fresh)
     initrd = _initrd(kernel, root.facts["python"], pieces, progress, fresh=fresh)
@@ -94,7 +100,7 @@ def _initrd(kernel: Piece, python: str, pieces: Path, progress: Progress, *, fre
         wanted=BOOT_MODULES,
         busybox=digest_bytes(busybox),
         agent=digest_sources(agent),
-        init=boot.render_init((), python),
+        init=render_init((), python),
     )
 
     def make(out: Path, work: Path) -> dict[str, Any]:

@@ -1,23 +1,20 @@
 """A root file system from Debian packages, by mmdebstrap.
 
-The file system is packed by a hook, inside mmdebstrap's namespaces, where files have the owners they are to
-have; the directory it was packed from is gone when mmdebstrap ends.
+The file system is packed by a hook, inside mmdebstrap's namespaces, where files have the owners they get in the
+image; the directory it was packed from is gone when mmdebstrap ends.
 """
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from forkd.errors import BuildFailed, InvalidInput
-from forkd.host.tools import find_tool
-from forkd.image.erofs import MOUNTED_OVER, ROOT_FILE, render_mkfs
-from forkd.image.interpreter import get_interpreter
-from forkd.image.namespace import check_namespaces, run_mmdebstrap
-from forkd.image.progress import Progress
-from forkd.image.spec import DebianSource
-from forkd.image.tree import parse_listing
+from forkd.host.tools import check_namespaces, find_tool, remove_tree, run_namespaced, tool_environment
+from forkd.image.root import MOUNTED_OVER, ROOT_FILE, get_interpreter, parse_listing, render_mkfs
+from forkd.image.spec import DebianSource, Progress
 
 _BUILD_DEADLINE_S = 3600.0
 
@@ -77,17 +74,30 @@ rmdir "$view"
 """
 
 
-def render_mmdebstrap(source: DebianSource, mmdebstrap: Path, hook: Path, merged_usr: Path | None) -> list[str]:
-    """`--mode=unshare` run by root keeps real ids; we are root of our namespaces in any case."""
+def run_mmdebstrap(
+    argv: Sequence[str], *, work: Path, doing: str, deadline_s: float, progress: Progress, **variables: str
+) -> None:
+    """Run it with its temporary files in `work`; its hooks see FORKD_WORK and `variables` in their environment."""
+    # In this mode it keeps real ids when root runs it, and we are root of our namespaces in any case.
+    command = [str(find_tool("mmdebstrap")), "--mode=unshare", *argv]
+    check_namespaces()
+    temporary = work / "tmp"
+    temporary.mkdir()
+    env = tool_environment(TMPDIR=str(temporary), FORKD_WORK=str(work), **variables)
+    try:
+        run_namespaced(command, doing=doing, deadline_s=deadline_s, on_line=progress.line, env=env, disk=work)
+    finally:
+        remove_tree(temporary)
+
+
+def render_mmdebstrap(source: DebianSource, hook: Path, merged_usr: Path | None) -> list[str]:
     include, check = [], []
     if source.packages:
         include = [f"--include={','.join(source.packages)}"]
-        # Whether there are such packages is known long before mmdebstrap would come to install them.
+        # Find out whether these packages exist long before mmdebstrap would install them.
         asked = f"apt-get --simulate --yes install {' '.join(source.packages)} > /dev/null"
         check = [f'--extract-hook=APT_CONFIG="$MMDEBSTRAP_APT_CONFIG" {asked}']
     return [
-        str(mmdebstrap),
-        "--mode=unshare",
         "--variant=apt",
         "--format=null",
         *include,
@@ -104,14 +114,13 @@ def render_mmdebstrap(source: DebianSource, mmdebstrap: Path, hook: Path, merged
 
 
 def build_debian_root(source: DebianSource, out: Path, work: Path, progress: Progress) -> dict[str, Any]:
-    """Make out/root.erofs; returns what is in it. `work` is a directory of ours that goes away."""
-    mmdebstrap, mkfs = find_tool("mmdebstrap"), find_tool("mkfs.erofs")
-    check_namespaces()
+    """Make out/root.erofs; returns what is in it. `work` is a directory that the caller removes."""
+    merged_usr, mkfs = _find_merged_usr(find_tool("mmdebstrap")), find_tool("mkfs.erofs")
     progress.stage(f"Installing Debian {source.suite} with {' '.join(source.packages) or 'nothing more'}")
     hook = work / "pack.sh"
     hook.write_text(_PACK)
     run_mmdebstrap(
-        render_mmdebstrap(source, mmdebstrap, hook, _find_merged_usr(mmdebstrap)),
+        render_mmdebstrap(source, hook, merged_usr),
         work=work,
         doing="Installing the image's packages",
         deadline_s=_BUILD_DEADLINE_S,
@@ -123,7 +132,7 @@ def build_debian_root(source: DebianSource, out: Path, work: Path, progress: Pro
 
 
 def _find_merged_usr(mmdebstrap: Path) -> Path | None:
-    """mmdebstrap's own hooks for a merged /usr: without them a package does it that brings all of Perl, 50 MB."""
+    """mmdebstrap's own hooks for a merged /usr: without them a package does it that needs all of Perl, 50 MB."""
     hooks = mmdebstrap.resolve().parent.parent / "share/mmdebstrap/hooks/maybe-merged-usr"
     return hooks if hooks.is_dir() else None
 

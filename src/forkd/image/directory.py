@@ -1,4 +1,4 @@
-"""A root file system from a directory somebody hands us. It is read, never executed, never left by a link."""
+"""A root file system from a directory of the user's. It is read, never executed; no link leads out of it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from typing import Any
 
 from forkd.errors import BuildFailed, Conflict, InvalidInput, NotFound
 from forkd.host.tools import find_tool, run_tool, tool_environment
-from forkd.image.erofs import MOUNTED_OVER, ROOT_FILE, render_mkfs
-from forkd.image.interpreter import get_interpreter
-from forkd.image.progress import Progress
-from forkd.image.tree import Node
+from forkd.image.root import MOUNTED_OVER, ROOT_FILE, Node, get_interpreter, render_mkfs
+from forkd.image.spec import Progress
 
 _MKFS_DEADLINE_S = 1800.0
 _MAX_ENTRIES = 2_000_000
@@ -27,7 +25,7 @@ _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @dataclass(frozen=True)
 class Scan:
-    """A directory as read: a digest of all that counts, and its names and kinds."""
+    """A directory as read: a digest of everything that goes into the image, and its names and kinds."""
 
     digest: str
     tree: dict[str, Node]
@@ -35,7 +33,7 @@ class Scan:
 
 
 def scan_directory(directory: Path) -> Scan:
-    """Digest paths, modes, owners, link targets and content; refuse what cannot be part of an image."""
+    """Digest paths, modes, owners, link targets and content. Raises InvalidInput for what an image cannot hold."""
     root = _open_root(directory)
     try:
         return _Scanner(directory, os.fstat(root).st_dev).scan(root)
@@ -67,7 +65,7 @@ def build_directory_root(directory: Path, scan: Scan, out: Path, progress: Progr
 
 
 class _Scanner:
-    """One walk by descriptors: a path swapped for a link under our feet is an error, not a way out."""
+    """One walk by descriptors: a path that is swapped for a link meanwhile is an error, not a way out."""
 
     def __init__(self, directory: Path, device: int) -> None:
         self._directory = directory
@@ -143,5 +141,5 @@ def _opened(name: str, parent: int, flags: int) -> Iterator[int]:
 
 
 def _owner_options() -> list[str]:
-    """Without root, the files are the caller's own and stand for root's."""
+    """Without root, the files are the caller's own and become root's in the image."""
     return [] if os.geteuid() == 0 else ["--all-root"]

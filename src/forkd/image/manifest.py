@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forkd.errors import SnapshotDamaged
-from forkd.host.integrity import FileSum
+from forkd.host.files import FileSum
 from forkd.image.pieces import Piece
 
 FORMAT = 1
@@ -40,7 +40,7 @@ class Image:
 
 @dataclass(frozen=True)
 class FileRef:
-    """A file of a piece, and what it has to be."""
+    """A file of a piece, with its size and digest."""
 
     piece: str
     name: str
@@ -86,7 +86,7 @@ def is_image_id(text: str) -> bool:
 
 
 def compose_manifest(chosen: Mapping[str, tuple[Piece, str]], source: dict[str, Any], created: float) -> Manifest:
-    """Of one piece and file name per role. The id is a digest of the content, whatever was asked for it."""
+    """From one piece and file name per role. The id is a digest of the content only."""
     facts: dict[str, Any] = {}
     for piece, _ in chosen.values():
         facts |= piece.facts
@@ -148,7 +148,7 @@ def parse_manifest(data: bytes, where: Path) -> Manifest:
 
 def _parse_file(entry: dict[str, Any]) -> FileRef:
     piece, name = str(entry["piece"]), str(entry["file"])
-    # They become paths, so each has to be one plain name.
+    # They become paths, so each must be one plain name.
     if {piece, name} & {"", ".", ".."} or "/" in piece + name:
         raise ValueError(f"{piece}/{name}")
     return FileRef(piece, name, FileSum(int(entry["size"]), str(entry["sha256"])))

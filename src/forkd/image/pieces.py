@@ -1,7 +1,7 @@
 """Pieces of images: a root, a kernel, an initramfs. Made once per request, shared by images that name them.
 
 A piece is a directory `<kind>-<key>-<nonce>` with its files and a `piece.json`. The key is a digest of what was
-asked, so the same request finds it again; the nonce lets a fresh build of the same request live beside the one
+asked for, so the same request finds it again; the nonce lets a fresh build of the same request stand beside the one
 that images already name.
 """
 
@@ -18,9 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from forkd.errors import SnapshotDamaged
-from forkd.host.files import locked, staged_directory, sweep_staging, write_atomic
-from forkd.host.integrity import FileSum, digest_file, dump_sums, parse_sums
-from forkd.image.namespace import remove_tree
+from forkd.host.files import (
+    FileSum,
+    digest_file,
+    dump_sums,
+    locked,
+    parse_sums,
+    staged_directory,
+    sweep_staging,
+    write_atomic,
+)
+from forkd.host.tools import remove_tree
 
 FORMAT = 1
 _DESCRIPTION = "piece.json"
@@ -48,14 +56,14 @@ def digest_request(**asked: Any) -> str:
 
 
 def obtain_piece(pieces: Path, kind: str, key: str, make: Make, *, fresh: bool = False) -> Piece:
-    """The newest whole piece of this request, or else one made now. Two who ask at once get the same one."""
+    """The newest whole piece of this request, or one made now. Two callers at once get the same one."""
     if not fresh and (found := find_piece(pieces, kind, key)) is not None:
         return found
     pieces.mkdir(parents=True, exist_ok=True)
     asked_at = time.time()
     with locked(pieces / f".lock-{kind}-{key}"):
         found = find_piece(pieces, kind, key)
-        # While we waited for the lock someone may have made just what we want.
+        # Another build may have made it while we waited for the lock.
         if found is not None and (not fresh or found.created >= asked_at):
             return found
         return _make_piece(pieces, f"{kind}-{key}-{secrets.token_hex(4)}", make)
@@ -84,19 +92,19 @@ def load_piece(path: Path) -> Piece:
 
 
 def sweep_pieces(pieces: Path) -> None:
-    """Remove what builds that were killed left behind."""
+    """Remove what killed builds left behind."""
     for path in sweep_staging(pieces):
         if path.exists():
             remove_tree(path)
 
 
 def collect_pieces(pieces: Path, named: set[str]) -> None:
-    """Remove pieces no image names. The caller sees to it that nobody is building."""
+    """Remove pieces no image names. The caller makes sure that no build runs."""
     for path in pieces.iterdir() if pieces.is_dir() else ():
         if path.name.startswith(".lock-"):
             path.unlink(missing_ok=True)
         elif not path.name.startswith(".") and path.name not in named:
-            # Without its description it is no piece any more, should we be stopped half-way.
+            # First, so that what is left when we are stopped half-way does not count as a piece.
             (path / _DESCRIPTION).unlink(missing_ok=True)
             shutil.rmtree(path, ignore_errors=True)
 
@@ -111,7 +119,7 @@ def _make_piece(pieces: Path, name: str, make: Make) -> Piece:
         sums = {path.name: digest_file(path) for path in sorted(staging.iterdir())}
         value = {"format": FORMAT, "created": time.time(), "files": dump_sums(sums), "facts": facts}
         write_atomic(staging / _DESCRIPTION, json.dumps(value, indent=1).encode())
-        # The program that runs the VM may be another user.
+        # The VMM may run as another user.
         for name_inside in sums:
             (staging / name_inside).chmod(0o644)
         staging.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What an image is asked to be: Debian packages or a directory."""
+"""What an image is built from: Debian packages or a directory. And what hears of the build's progress."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from forkd.errors import InvalidInput, NotFound
 
@@ -40,7 +41,7 @@ class DebianSource:
         _check(_SUITE, self.suite, "Debian suite", "Use a release name such as bookworm")
         if self.mirror is not None:
             _check(_MIRROR, self.mirror, "mirror address", "Use http://, https:// or file:// and a path")
-        # The order of packages is no difference between two images.
+        # The order of packages does not matter.
         object.__setattr__(self, "packages", tuple(sorted(set(self.packages))))
 
 
@@ -87,3 +88,17 @@ def _check(pattern: re.Pattern[str], text: str, what: str, hint: str) -> None:
 
 def _shown(text: str) -> str:
     return ascii(text if len(text) <= 70 else text[:67] + "...")
+
+
+class Progress(Protocol):
+    def stage(self, text: str) -> None:
+        """A new part of the work begins."""
+
+    def line(self, text: str) -> None:
+        """One line a tool printed."""
+
+
+class Silent:
+    def stage(self, text: str) -> None: ...
+
+    def line(self, text: str) -> None: ...

@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from forkd.errors import Conflict, HostLacks, InvalidInput, NotFound, SnapshotDamaged
-from forkd.host.files import enough_disk, locked, staged_directory, sweep_staging, write_atomic
-from forkd.host.integrity import verify_files
+from forkd.host.files import enough_disk, locked, staged_directory, sweep_staging, verify_files, write_atomic
 from forkd.host.paths import Home
 from forkd.image.build import build_pieces, describe_source
 from forkd.image.manifest import (
@@ -31,8 +30,7 @@ from forkd.image.manifest import (
     render_manifest,
 )
 from forkd.image.pieces import collect_pieces, sweep_pieces
-from forkd.image.progress import Progress, Silent
-from forkd.image.spec import ImageSpec
+from forkd.image.spec import ImageSpec, Progress, Silent
 from forkd.model.names import ImageName, parse_image_name
 
 
@@ -41,13 +39,13 @@ class ImageStore:
         self._images = home.images
         self._pieces = home.images / "pieces"
         self._names = home.images / "names"
-        # Held shared by builds: pieces that no image names yet are not garbage while one runs.
+        # Builds hold it shared: while one runs, pieces that no image names are not garbage.
         self._building = home.images / ".building"
         # Held while names and manifests change.
         self._changing = home.images / ".changing"
 
     def build(self, spec: ImageSpec, name: str, progress: Progress | None = None, *, fresh: bool = False) -> Image:
-        """Make the image, or find it made, and give it the name. `fresh` makes every piece of it anew."""
+        """Make the image, unless it exists, and give it the name. `fresh` makes every piece again."""
         checked = _parse_new_name(name)
         self._prepare()
         with enough_disk(self._images):
@@ -60,7 +58,7 @@ class ImageStore:
         return self._image(self._load(manifest.id), checked)
 
     def open(self, ref: str) -> Image:
-        """The image of this name or id, its files checked."""
+        """The image with this name or id, its files verified."""
         image_id, name = self._find(ref)
         manifest = self._load(image_id)
         for file in manifest.files.values():
@@ -86,7 +84,7 @@ class ImageStore:
         return sorted(images, key=lambda image: image.created, reverse=True)
 
     def remove(self, ref: str, in_use: Collection[str] = frozenset()) -> None:
-        """Take the name away, and with its last name the image; by id, the image with all its names.
+        """Remove the name, and with its last name the image; by id, remove the image and all its names.
 
         `in_use` are the ids that snapshots were made from.
         """
@@ -107,7 +105,7 @@ class ImageStore:
         self._collect()
 
     def prune(self, in_use: Collection[str] = frozenset()) -> tuple[str, ...]:
-        """Remove the images that have lost their name to a newer one and are not in use; returns their ids."""
+        """Remove the images whose name was given to a newer one and that are not in use; returns their ids."""
         self._prepare()
         with locked(self._changing):
             kept = {*in_use, *self._read_names().values()}
@@ -124,7 +122,7 @@ class ImageStore:
         except OSError as error:
             raise HostLacks(
                 f"Images cannot be kept in {self._images}: {error.strerror}",
-                hint="Set FORKD_HOME to a directory of yours",
+                hint="Set FORKD_HOME to a directory you may write to",
             ) from error
 
     def _image(self, manifest: Manifest, name: ImageName | None) -> Image:
@@ -133,7 +131,7 @@ class ImageStore:
     def _publish(self, manifest: Manifest, name: ImageName) -> None:
         directory = self._images / manifest.id
         try:
-            # It may name other pieces of the same content, one of them damaged by now.
+            # It may name other pieces with the same content, one of them damaged meanwhile.
             whole = self._load(manifest.id).pieces == manifest.pieces
         except (SnapshotDamaged, NotFound):
             whole = False
@@ -145,7 +143,7 @@ class ImageStore:
             write_atomic(self._names / name, manifest.id.encode())
 
     def _drop(self, image_id: str) -> None:
-        # Without its manifest it is no image any more, should we be stopped half-way.
+        # First, so that what is left when we are stopped half-way does not count as an image.
         (self._images / image_id / MANIFEST_FILE).unlink(missing_ok=True)
         shutil.rmtree(self._images / image_id, ignore_errors=True)
 
@@ -186,7 +184,7 @@ class ImageStore:
         return names
 
     def _collect(self) -> None:
-        """Remove pieces no image names, unless someone is building."""
+        """Remove pieces no image names, unless a build runs."""
         with _locked_if_free(self._building) as free:
             if not free:
                 return
@@ -195,7 +193,7 @@ class ImageStore:
             try:
                 named = self._named_pieces()
             except SnapshotDamaged:
-                # What a damaged manifest names is unknown, and may be all that is left to repair it with.
+                # We do not know which pieces a damaged manifest names; they may be needed to repair it.
                 return
             collect_pieces(self._pieces, named)
 

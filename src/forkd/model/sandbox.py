@@ -1,4 +1,4 @@
-"""A sandbox as the registry knows it: its states, what may follow which, and what is recorded about it."""
+"""What a sandbox can be asked to be, its states, and which may follow which."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from forkd.errors import InvalidInput
-from forkd.model.limits import NO_LIMITS, Limits
+from forkd.model.machine import NO_LIMITS, Limits
 from forkd.model.names import SnapshotTag
 
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
 MAX_PAIRS = 64
 MAX_PAIR_VALUE_BYTES = 1024
+ID_PREFIX = "sb-"
 
-_ID = re.compile(r"sb-[0-9a-f]{10}", re.ASCII)
 _PAIR_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./-]{0,62}", re.ASCII)
 
 
@@ -24,11 +24,11 @@ class State(enum.Enum):
     STARTING = "starting"  # reserved; a VM may or may not exist yet
     RUNNING = "running"
     PAUSED = "paused"
-    STOPPING = "stopping"  # asked to go; will be gone whatever happens
-    DEAD = "dead"  # its VM ended by itself, and somebody may want to know why
+    STOPPING = "stopping"  # being removed, which cannot be undone
+    DEAD = "dead"  # its VM ended by itself; kept so that the user can learn why
 
 
-# What may follow. A row that is removed has no state: STARTING, STOPPING and DEAD rows may be.
+# The states that may follow each. Rows that are STARTING, STOPPING or DEAD may be removed.
 TRANSITIONS: Mapping[State, frozenset[State]] = {
     State.STARTING: frozenset({State.RUNNING}),
     State.RUNNING: frozenset({State.PAUSED, State.STOPPING, State.DEAD}),
@@ -53,7 +53,7 @@ class OnTimeout(enum.Enum):
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """What one spawn asks for. Checked when built; `env` is for the guest only and never recorded."""
+    """What one spawn asks for. Checked when made; `env` is for the guest only and never recorded."""
 
     snapshot_tag: SnapshotTag
     n: int = 1
@@ -72,51 +72,22 @@ class SandboxSpec:
         check_pairs(self.labels, "label")
         check_pairs(self.metadata, "metadata")
         if self.agent_port is not None and (self.n != 1 or not 1 <= self.agent_port <= 65535):
-            raise InvalidInput("agent_port is a port of 1 to 65535, for one sandbox")
-
-
-@dataclass(frozen=True)
-class SandboxRecord:
-    """One row of the registry. `number` rises with every sandbox and orders them."""
-
-    number: int
-    id: str
-    snapshot_tag: SnapshotTag
-    state: State
-    created_at_unix: float
-    engine: str
-    isolation: str
-    agent_port: int  # guest_addr is 127.0.0.1:<agent_port>
-    pid: int | None = None
-    limits: Limits = NO_LIMITS
-    deadline_unix: float | None = None
-    on_timeout: OnTimeout = OnTimeout.KILL
-    labels: Mapping[str, str] = field(default_factory=dict)
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    workspace: str | None = None
-    cause: str | None = None
-    way: Way | None = None  # not known before it runs
+            raise InvalidInput("agent_port must be between 1 and 65535, and n must be 1")
 
 
 def new_sandbox_id() -> str:
-    return f"sb-{secrets.token_hex(5)}"
-
-
-def parse_sandbox_id(text: str) -> str:
-    """Ids are ours: what does not look like one is none, and never reaches a path."""
-    if _ID.fullmatch(text) is None:
-        raise InvalidInput(f"{text[:70]!a} is not a sandbox id", hint="List them with: forkd ls")
-    return text
+    return f"{ID_PREFIX}{secrets.token_hex(5)}"
 
 
 def check_timeout(timeout_s: float | None) -> None:
     if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
-        raise InvalidInput(f"{timeout_s} s is no time limit", hint=f"Use up to {MAX_TIMEOUT_S:.0f} s, or none")
+        message = f"The timeout must be above 0 and at most {MAX_TIMEOUT_S:.0f} seconds, got {timeout_s}"
+        raise InvalidInput(message, hint="Leave out the timeout for none")
 
 
 def check_pairs(pairs: Mapping[str, str], what: str) -> None:
     if len(pairs) > MAX_PAIRS:
-        raise InvalidInput(f"More than {MAX_PAIRS} entries of {what}")
+        raise InvalidInput(f"At most {MAX_PAIRS} entries of {what} are allowed, got {len(pairs)}")
     for name, value in pairs.items():
         if _PAIR_NAME.fullmatch(name) is None:
             raise InvalidInput(
@@ -124,7 +95,7 @@ def check_pairs(pairs: Mapping[str, str], what: str) -> None:
                 hint="Use letters, digits, '_', '-', '.' or '/', at most 63, starting with a letter or digit",
             )
         if not isinstance(value, str) or "\0" in value or len(_encoded(value, what)) > MAX_PAIR_VALUE_BYTES:
-            raise InvalidInput(f"The value of {what} {name} is not a text of at most {MAX_PAIR_VALUE_BYTES} bytes")
+            raise InvalidInput(f"The value of {what} {name} must be text of at most {MAX_PAIR_VALUE_BYTES} bytes")
 
 
 def _encoded(value: str, what: str) -> bytes:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forkd.errors import NoCapacity
-from forkd.host.capacity import CHILD_MIB
-from forkd.host.memory import available_mib
+from forkd.host.system import CHILD_MIB, available_mib
 
 # Never handed out: the host and its page cache (which holds the shared memory of all children) live here.
 RESERVE_MIB = 512

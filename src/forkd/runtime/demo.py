@@ -14,16 +14,16 @@ from pathlib import Path
 
 from forkd.engines.base import Engine, Frozen
 from forkd.errors import ContractBroken, ForkdError
+from forkd.guest.agent import Agent
 from forkd.host.files import scratch_directory
-from forkd.host.memory import cpu_seconds, memory_use
+from forkd.host.system import cpu_seconds, memory_use
 from forkd.image import Image, Progress
 from forkd.model.machine import MachineSpec
 from forkd.model.names import parse_tag
-from forkd.runtime.freeze import boot_spec, create_snapshot, frozen_of
-from forkd.runtime.sandbox import Sandbox
-from forkd.runtime.spawn import fork_children, fork_one, kill_all, new_identities
+from forkd.runtime.child import Child
+from forkd.runtime.fork import fork_children, fork_one, kill_all, new_identities
+from forkd.runtime.freeze import Warmup, boot_spec, booted, create_snapshot, frozen_of, warm_up
 from forkd.runtime.templates import Template, Templates
-from forkd.runtime.warmup import Warmup, booted, warm_up
 from forkd.store.snapshots import Snapshot, SnapshotStore
 
 TAG = parse_tag("demo")
@@ -95,9 +95,7 @@ async def cold_boot(engine: Engine, image: Image, directory: Path, scratch_in: P
         begun = time.monotonic()
         async with booted(engine, boot_spec(image, MACHINE), directory / "cold", scratch) as (_, agent):
             await warm_up(agent, WARMUP)
-            result = await agent.eval(CODE)
-            if result.value != EXPECTED:
-                raise ContractBroken(f"The cold VM answered {result.repr} instead of {EXPECTED}")
+            await _evaluate(agent, "The cold VM")
             return time.monotonic() - begun
 
 
@@ -135,16 +133,16 @@ async def _run_forks(
     begun = time.monotonic()
     alone = await fork_one(engine, frozen, new_identities(1)[0], directory, template=template)
     try:
-        await _evaluate(alone)
+        await _evaluate(alone.agent, alone.id)
         fork_one_s = time.monotonic() - begun
     finally:
         await alone.kill()
 
     ready_ms: list[float] = []
 
-    async def evaluate(sandbox: Sandbox) -> None:
-        await _evaluate(sandbox)
-        ready_ms.append((time.monotonic() - sandbox.machine.phases.begun) * 1000)
+    async def evaluate(child: Child) -> None:
+        await _evaluate(child.agent, child.id)
+        ready_ms.append((time.monotonic() - child.machine.phases.begun) * 1000)
         progress.line(f"{len(ready_ms)} ready")
 
     progress.stage(f"forking {n}")
@@ -182,29 +180,28 @@ async def _run_forks(
     )
 
 
-async def idle_cpu_percent(children: list[Sandbox]) -> float:
-    """Mean share of one core that a child uses while nobody asks anything of it."""
+async def idle_cpu_percent(children: list[Child]) -> float:
+    """Mean share of one core that a child uses while it has no request."""
     before = [cpu_seconds(child.machine.pid) for child in children]
     await asyncio.sleep(IDLE_S)
     after = [cpu_seconds(child.machine.pid) for child in children]
     return statistics.mean(b - a for a, b in zip(before, after, strict=True)) / IDLE_S * 100
 
 
-async def count_distinct(children: list[Sandbox]) -> int:
+async def count_distinct(children: list[Child]) -> int:
     """How many children share nothing with any other. Raises when a child's own account of itself is wrong."""
     accounts = [await _account(child) for child in children]
     shared = {value for column in zip(*accounts, strict=True) for value in column if column.count(value) > 1}
     return sum(1 for account in accounts if not shared.intersection(account))
 
 
-async def _account(child: Sandbox) -> list[object]:
+async def _account(child: Child) -> list[object]:
     nonce = secrets.token_hex(16)
     result = await child.agent.eval(_SELF % nonce)
     account = result.value
     if not isinstance(account, list) or len(account) != 6:
-        raise ContractBroken(
-            f"{child.id} could not say who it is", details=result.error.traceback if result.error else None
-        )
+        details = result.error.traceback if result.error else None
+        raise ContractBroken(f"{child.id} could not say who it is", details=details)
     hostname, entropy, token = account[:3]
     expected = hashlib.sha256(f"{nonce}{hostname}{entropy}".encode()).hexdigest()
     if token != expected or hostname != child.identity.hostname:
@@ -212,10 +209,8 @@ async def _account(child: Sandbox) -> list[object]:
     return account
 
 
-async def _evaluate(sandbox: Sandbox) -> None:
-    result = await sandbox.agent.eval(CODE)
+async def _evaluate(agent: Agent, who: str) -> None:
+    result = await agent.eval(CODE)
     if result.value != EXPECTED:
-        raise ContractBroken(
-            f"{sandbox.id} answered {result.repr} instead of {EXPECTED}",
-            details=result.error.traceback if result.error else None,
-        )
+        details = result.error.traceback if result.error else None
+        raise ContractBroken(f"{who} answered {result.repr} instead of {EXPECTED}", details=details)

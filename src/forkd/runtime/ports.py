@@ -1,7 +1,7 @@
 """Each sandbox's own `host:port`, where its agent speaks forkd's guest protocol.
 
-The protocol knows no secrets, and whoever is on this host can connect: only root and the user of the daemon are
-served. A connection is one line, one answer; there is no way to be closed on without an answer.
+The protocol has no secrets, and every user of this host can connect: only root and the user of the daemon are
+served. A connection is one line and one answer; it is never closed without an answer.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from forkd.errors import Conflict, ForkdError, HostLacks, InvalidInput, NoCapacity, Unauthorized
-from forkd.guest.calls import Agent
+from forkd.guest.agent import Agent
 from forkd.guest.results import CommandResult, EvalResult
 from forkd.host.peer import find_peer_uid
-from forkd.runtime.numpy_version import NumpyVersion
 from forkd.wire.forkd_agent import (
     MAX_LINE_BYTES,
     Eval,
@@ -33,7 +32,7 @@ from forkd.wire.forkd_agent import (
 )
 
 HOST = "127.0.0.1"
-MAX_SERVED = 32  # connections of one sandbox; more are told so
+MAX_SERVED = 32  # connections of one sandbox; more get an error
 REQUEST_S = 10.0  # to send the request
 EVAL_S = 30.0  # the SDK waits 35 s for an answer
 _REPLY_S = 30.0  # to take the answer
@@ -100,14 +99,13 @@ class _Port:
         self._loop = asyncio.get_running_loop()
         self._conversations: set[asyncio.Task[None]] = set()
         self._served = 0
-        self._numpy_version = NumpyVersion()
         self._retry: asyncio.TimerHandle | None = None
         self._listening = False
 
     def serve(self) -> None:
         try:
             self._listener.listen(_BACKLOG)
-            # Now, as nobody can share it any more: after a restart it is ours again though connections linger on it.
+            # Now, as no other socket can share it: after a restart it is ours again in spite of old connections.
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         except OSError as error:
             # Only where others may share an address that is forgotten slowly; the sandbox is there all the same.
@@ -180,7 +178,7 @@ class _Port:
             _log.debug("A client of sandbox %s did not take its answer to the end: %s", self._id, error)
 
     async def _answer(self, incoming: _Incoming, uid: int | None) -> bytes:
-        """Whatever happens is an answer."""
+        """Every outcome becomes an answer."""
         try:
             self._check_peer(uid)
             if self._served >= MAX_SERVED:
@@ -210,7 +208,7 @@ class _Port:
     async def _do(self, agent: Agent, request: Ping | Exec | Eval) -> bytes:
         if isinstance(request, Ping):
             info = await agent.ping()
-            return render_pong(await self._numpy_version.ask(agent), info.pid)
+            return render_pong(await agent.numpy_version(), info.pid)
         if isinstance(request, Exec):
             return render_command(await agent.run(request.args, timeout_s=request.timeout_s), request.timeout_s)
         return render_evaluation(await agent.eval(request.code, timeout_s=EVAL_S), EVAL_S)
@@ -233,7 +231,7 @@ class _Incoming:
                     if len(received) > MAX_LINE_BYTES:
                         raise InvalidInput(f"A request has at most {MAX_LINE_BYTES} bytes")
         except TimeoutError:
-            raise InvalidInput(f"No whole request came within {REQUEST_S:g} s") from None
+            raise InvalidInput(f"No complete request arrived within {REQUEST_S:g} s") from None
         return bytes(received.partition(b"\n")[0])
 
     async def drain(self) -> None:

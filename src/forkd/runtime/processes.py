@@ -1,6 +1,6 @@
 """Commands in one sandbox that outlive the request that started them, and what is kept of their output.
 
-One task per command reads its output as fast as the guest sends it, whoever follows or does not: the last mebibyte
+One task per command reads its output as fast as the guest sends it, with or without followers: the last mebibyte
 is kept, followers each have a position of their own, and one that falls behind is told how much it missed.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from forkd.errors import AgentError, Conflict, ForkdError, GuestTimeout, InvalidInput, NoCapacity, NotFound, NotRunning
-from forkd.guest.calls import Agent
+from forkd.guest.agent import Agent
 from forkd.guest.process import Process, render_size
 
 KEPT_BYTES = 1024 * 1024  # of each command's output
@@ -66,8 +66,8 @@ class Exit:
     timed_out: bool
 
 
-class Command:
-    def __init__(self, process: Process, spec: CommandSpec, on_end: Callable[[Command], None]) -> None:
+class GuestProcess:
+    def __init__(self, process: Process, spec: CommandSpec, on_end: Callable[[GuestProcess], None]) -> None:
         self.pid = process.pid
         self.spec = spec
         self.started_at_unix = time.time()
@@ -90,7 +90,7 @@ class Command:
         return self._kept.size_bytes
 
     async def follow(self) -> AsyncIterator[Output | Gap | Exit]:
-        """What is kept, then what comes, then the exit. Raises what broke the command off."""
+        """The kept output, then new output, then the exit. Raises the error that ended the command early."""
         position = 0
         arrived = asyncio.Event()
         self._followers.add(arrived)
@@ -178,12 +178,12 @@ class Processes:
 
     def __init__(self, agent: Callable[[], Agent]) -> None:
         self._agent = agent
-        self._commands: dict[int, Command] = {}
+        self._commands: dict[int, GuestProcess] = {}
         self._starting = 0
-        self._forgetting: dict[Command, asyncio.TimerHandle] = {}  # the ended ones, oldest first
+        self._forgetting: dict[GuestProcess, asyncio.TimerHandle] = {}  # the ended ones, oldest first
         self._closed = False
 
-    async def start(self, spec: CommandSpec) -> Command:
+    async def start(self, spec: CommandSpec) -> GuestProcess:
         """Returns when it runs; CommandNotStarted when it cannot."""
         self._check_open()
         if self._count_running() + self._starting >= MAX_RUNNING:
@@ -205,11 +205,11 @@ class Processes:
             self._starting -= 1
         return self._adopt(process, spec)
 
-    def list(self) -> list[Command]:
+    def list(self) -> list[GuestProcess]:
         """Running ones and those that ended lately, oldest first."""
         return list(self._commands.values())
 
-    def get(self, pid: int) -> Command:
+    def get(self, pid: int) -> GuestProcess:
         found = self._commands.get(pid)
         if found is None:
             raise NotFound(
@@ -227,7 +227,7 @@ class Processes:
         self._commands.clear()
         self._forgetting.clear()
 
-    def _adopt(self, process: Process, spec: CommandSpec) -> Command:
+    def _adopt(self, process: Process, spec: CommandSpec) -> GuestProcess:
         try:
             self._check_open()
             before = self._commands.get(process.pid)
@@ -238,7 +238,7 @@ class Processes:
             raise
         if before is not None:
             self._forget(before)
-        command = self._commands[process.pid] = Command(process, spec, self._on_end)
+        command = self._commands[process.pid] = GuestProcess(process, spec, self._on_end)
         return command
 
     def _check_open(self) -> None:
@@ -248,7 +248,7 @@ class Processes:
     def _count_running(self) -> int:
         return len(self._commands) - len(self._forgetting)
 
-    def _on_end(self, command: Command) -> None:
+    def _on_end(self, command: GuestProcess) -> None:
         if self._closed:
             return
         self._forgetting[command] = asyncio.get_running_loop().call_later(FORGET_S, self._forget, command)
@@ -257,7 +257,7 @@ class Processes:
         ):
             self._forget(next(iter(self._forgetting)))
 
-    def _forget(self, command: Command) -> None:
+    def _forget(self, command: GuestProcess) -> None:
         self._forgetting.pop(command).cancel()
         if self._commands.get(command.pid) is command:
             del self._commands[command.pid]

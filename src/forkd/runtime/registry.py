@@ -1,4 +1,7 @@
-"""What should exist: the rows about sandboxes, spawns, workspaces, snapshots in the making, and events."""
+"""What should exist: the rows about sandboxes, spawns, workspaces, snapshots in the making, and events.
+
+A stored field is declared here: a step of the schema, and a field of its record.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,113 @@ import json
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from forkd.errors import Conflict, NotFound
-from forkd.model.limits import Limits
+from forkd.model.machine import NO_LIMITS, Limits
 from forkd.model.names import SnapshotTag
-from forkd.model.sandbox import TRANSITIONS, OnTimeout, SandboxRecord, State, Way
-from forkd.runtime.database import Database
+from forkd.model.sandbox import TRANSITIONS, OnTimeout, State, Way
+from forkd.runtime.database import Database, parse_row, plain
 
-_LIMITS = "memory_limit_mib, cpu_limit, pids_limit, io_limit_mib_s"
-_WORKSPACE = "name, id, source_snapshot_tag, created_at_unix, last_active_unix"
-_CHANGEABLE = frozenset({"pid", "deadline_unix", "on_timeout", "cause", "agent_port", "ended_at_unix", "way"})
+_FIRST = """
+CREATE TABLE sandboxes (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    snapshot_tag TEXT NOT NULL,
+    state TEXT NOT NULL,
+    created_at_unix REAL NOT NULL,
+    ended_at_unix REAL,
+    engine TEXT NOT NULL,
+    isolation TEXT NOT NULL,
+    agent_port INTEGER NOT NULL,
+    pid INTEGER,
+    memory_limit_mib INTEGER,
+    deadline_unix REAL,
+    on_timeout TEXT NOT NULL,
+    labels TEXT NOT NULL,
+    metadata TEXT NOT NULL,
+    workspace TEXT,
+    cause TEXT
+) STRICT;
+CREATE INDEX sandboxes_by_workspace ON sandboxes (workspace) WHERE workspace IS NOT NULL;
+CREATE TABLE spawns (
+    owner TEXT NOT NULL,
+    key TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    ids TEXT NOT NULL,
+    created_at_unix REAL NOT NULL,
+    PRIMARY KEY (owner, key)
+) STRICT;
+CREATE TABLE workspaces (
+    name TEXT PRIMARY KEY,
+    id TEXT NOT NULL,
+    source_snapshot_tag TEXT NOT NULL,
+    memory_limit_mib INTEGER,
+    created_at_unix REAL NOT NULL,
+    last_active_unix REAL NOT NULL
+) STRICT;
+CREATE TABLE snapshot_jobs (
+    tag TEXT PRIMARY KEY,
+    status TEXT NOT NULL,
+    begun_at_unix REAL NOT NULL,
+    warning TEXT,
+    code TEXT
+) STRICT;
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    ts_unix REAL NOT NULL,
+    type TEXT NOT NULL,
+    sandbox_id TEXT,
+    snapshot_tag TEXT,
+    data TEXT NOT NULL
+) STRICT;
+"""
+# The limits of sandboxes from before were watched, not enforced, by a daemon that is gone: they have none.
+_MORE_LIMITS = """
+ALTER TABLE sandboxes ADD COLUMN cpu_limit REAL;
+ALTER TABLE sandboxes ADD COLUMN pids_limit INTEGER;
+ALTER TABLE sandboxes ADD COLUMN io_limit_mib_s INTEGER;
+ALTER TABLE workspaces ADD COLUMN cpu_limit REAL;
+ALTER TABLE workspaces ADD COLUMN pids_limit INTEGER;
+ALTER TABLE workspaces ADD COLUMN io_limit_mib_s INTEGER;
+UPDATE sandboxes SET memory_limit_mib = NULL;
+"""
+# Sandboxes from before were all started.
+_WAYS = """
+ALTER TABLE sandboxes ADD COLUMN way TEXT;
+UPDATE sandboxes SET way = 'start' WHERE state != 'starting';
+"""
+_NAMES = """
+ALTER TABLE sandboxes ADD COLUMN name TEXT;
+CREATE UNIQUE INDEX sandboxes_by_name ON sandboxes (name) WHERE name IS NOT NULL;
+"""
+# One for each version, in their order; never changed, only added to.
+_STEPS = (_FIRST, _MORE_LIMITS, _WAYS, _NAMES)
+
+
+@dataclass(frozen=True)
+class SandboxRecord:
+    """One row of the registry. `number` rises with every sandbox and orders them."""
+
+    number: int
+    id: str
+    snapshot_tag: SnapshotTag
+    state: State
+    created_at_unix: float
+    engine: str
+    isolation: str
+    agent_port: int  # guest_addr is 127.0.0.1:<agent_port>
+    pid: int | None = None
+    limits: Limits = NO_LIMITS
+    deadline_unix: float | None = None
+    on_timeout: OnTimeout = OnTimeout.KILL
+    labels: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    workspace: str | None = None
+    cause: str | None = None
+    way: Way | None = None  # not known before it runs
+    name: str | None = None  # unique; never looks like an id
 
 
 @dataclass(frozen=True)
@@ -62,23 +161,34 @@ class SnapshotJob:
     code: str | None = None
 
 
+@dataclass(frozen=True)
+class EventRecord:
+    id: int
+    ts_unix: float
+    type: str
+    sandbox_id: str | None
+    snapshot_tag: str | None
+    data: dict[str, Any]
+
+
 class Registry(Database):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, _STEPS)
+
     # Sandboxes
 
     def insert_sandboxes(self, records: Iterable[SandboxRecord]) -> None:
         """Their `number` is given here."""
         with self.transaction():
-            self._db.executemany(
-                "INSERT INTO sandboxes (id, snapshot_tag, state, created_at_unix, engine, isolation, agent_port,"
-                f" on_timeout, labels, metadata, workspace, {_LIMITS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
-                [_render_row(record) for record in records],
-            )
+            for record in records:
+                self.insert("sandboxes", record, without="number")
 
     def get_sandbox(self, sandbox_id: str) -> SandboxRecord:
-        row = self._db.execute("SELECT * FROM sandboxes WHERE id = ?", (sandbox_id,)).fetchone()
+        """By its id or its name."""
+        row = self._db.execute("SELECT * FROM sandboxes WHERE id = ?1 OR name = ?1", (sandbox_id,)).fetchone()
         if row is None:
             raise absent(sandbox_id)
-        return _parse_row(row)
+        return parse_row(SandboxRecord, row)
 
     def list_sandboxes(self, query: SandboxQuery = EVERY) -> list[SandboxRecord]:
         where: list[str] = ["number > ?"]
@@ -97,7 +207,7 @@ class Registry(Database):
             values += [state.value for state in query.states]
         limit = "" if query.limit is None else f" LIMIT {int(query.limit)}"
         rows = self._db.execute(f"SELECT * FROM sandboxes WHERE {' AND '.join(where)} ORDER BY number{limit}", values)
-        return [_parse_row(row) for row in rows]
+        return [parse_row(SandboxRecord, row) for row in rows]
 
     def move(
         self, sandbox_ids: Sequence[str], to: State, changes: Mapping[str, Mapping[str, Any]] | None = None
@@ -107,12 +217,11 @@ class Registry(Database):
         marks = ",".join("?" * len(allowed))
         with self.transaction():
             for sandbox_id in sandbox_ids:
-                fields = dict((changes or {}).get(sandbox_id, {}))
-                assert fields.keys() <= _CHANGEABLE
+                fields = (changes or {}).get(sandbox_id, {})
                 sets = "".join(f", {name} = ?" for name in fields)
                 done = self._db.execute(
                     f"UPDATE sandboxes SET state = ?{sets} WHERE id = ? AND state IN ({marks})",
-                    (to.value, *fields.values(), sandbox_id, *allowed),
+                    (to.value, *map(plain, fields.values()), sandbox_id, *allowed),
                 )
                 if done.rowcount != 1:
                     state = self.get_sandbox(sandbox_id).state
@@ -120,9 +229,15 @@ class Registry(Database):
 
     def change(self, sandbox_id: str, **fields: Any) -> None:
         """Without a change of state."""
-        assert fields.keys() <= _CHANGEABLE
         sets = ", ".join(f"{name} = ?" for name in fields)
-        self._db.execute(f"UPDATE sandboxes SET {sets} WHERE id = ?", (*fields.values(), sandbox_id))
+        self._db.execute(f"UPDATE sandboxes SET {sets} WHERE id = ?", (*map(plain, fields.values()), sandbox_id))
+
+    def rename(self, sandbox_id: str, name: str | None) -> None:
+        try:
+            self.change(sandbox_id, name=name)
+        except sqlite3.IntegrityError:
+            hint = f"Choose another name, or take it away with: forkd rename {name}"
+            raise Conflict(f"Another sandbox is named {name}", hint=hint) from None
 
     def remove_sandboxes(self, sandbox_ids: Iterable[str]) -> None:
         with self.transaction():
@@ -132,7 +247,7 @@ class Registry(Database):
         rows = self._db.execute(
             "SELECT * FROM sandboxes WHERE deadline_unix <= ? AND state IN ('running', 'paused')", (now_unix,)
         )
-        return [_parse_row(row) for row in rows]
+        return [parse_row(SandboxRecord, row) for row in rows]
 
     def list_ended_before(self, unix: float) -> list[str]:
         rows = self._db.execute("SELECT id FROM sandboxes WHERE state = 'dead' AND ended_at_unix < ?", (unix,))
@@ -178,26 +293,16 @@ class Registry(Database):
 
     def insert_workspace(self, row: WorkspaceRow) -> None:
         try:
-            self._db.execute(
-                f"INSERT INTO workspaces ({_WORKSPACE}, {_LIMITS}) VALUES (?,?,?,?,?,?,?,?,?)",
-                (
-                    row.name,
-                    row.id,
-                    row.source_snapshot_tag,
-                    row.created_at_unix,
-                    row.last_active_unix,
-                    *_render_limits(row.limits),
-                ),
-            )
+            self.insert("workspaces", row)
         except sqlite3.IntegrityError:
             raise Conflict(f"Workspace {row.name} exists already", hint="Choose another name or remove it") from None
 
     def find_workspace(self, name: str) -> WorkspaceRow | None:
         row = self._db.execute("SELECT * FROM workspaces WHERE name = ?", (name,)).fetchone()
-        return None if row is None else _parse_workspace(row)
+        return None if row is None else parse_row(WorkspaceRow, row)
 
     def list_workspaces(self) -> list[WorkspaceRow]:
-        return [_parse_workspace(row) for row in self._db.execute("SELECT * FROM workspaces ORDER BY name")]
+        return [parse_row(WorkspaceRow, row) for row in self._db.execute("SELECT * FROM workspaces ORDER BY name")]
 
     def touch_workspace(self, name: str, now_unix: float) -> None:
         self._db.execute("UPDATE workspaces SET last_active_unix = ? WHERE name = ?", (now_unix, name))
@@ -210,47 +315,40 @@ class Registry(Database):
         row = self._db.execute(
             "SELECT * FROM sandboxes WHERE workspace = ? ORDER BY number DESC LIMIT 1", (name,)
         ).fetchone()
-        return None if row is None else _parse_row(row)
+        return None if row is None else parse_row(SandboxRecord, row)
 
     # Snapshots in the making
 
     def record_job(self, job: SnapshotJob) -> None:
-        self._db.execute(
-            "INSERT OR REPLACE INTO snapshot_jobs VALUES (?,?,?,?,?)",
-            (job.tag, job.status, job.begun_at_unix, job.warning, job.code),
-        )
+        self.insert("snapshot_jobs", job, replace=True)
 
     def list_jobs(self) -> list[SnapshotJob]:
-        return [SnapshotJob(**dict(row)) for row in self._db.execute("SELECT * FROM snapshot_jobs ORDER BY tag")]
+        return [parse_row(SnapshotJob, row) for row in self._db.execute("SELECT * FROM snapshot_jobs ORDER BY tag")]
 
     def find_job(self, tag: str) -> SnapshotJob | None:
         row = self._db.execute("SELECT * FROM snapshot_jobs WHERE tag = ?", (tag,)).fetchone()
-        return None if row is None else SnapshotJob(**dict(row))
+        return None if row is None else parse_row(SnapshotJob, row)
 
     def remove_job(self, tag: str) -> None:
         self._db.execute("DELETE FROM snapshot_jobs WHERE tag = ?", (tag,))
 
     # Events
 
-    def insert_event(
-        self, ts_unix: float, kind: str, sandbox_id: str | None, snapshot_tag: str | None, data: Mapping[str, Any]
-    ) -> int:
-        done = self._db.execute(
-            "INSERT INTO events (ts_unix, type, sandbox_id, snapshot_tag, data) VALUES (?,?,?,?,?)",
-            (ts_unix, kind, sandbox_id, snapshot_tag, json.dumps(dict(data))),
-        )
-        assert done.lastrowid is not None
-        return done.lastrowid
+    def insert_event(self, event: EventRecord) -> int:
+        """Returns its id, which is given here."""
+        return self.insert("events", event, without="id")
 
-    def list_events(self, since: int, kind: str | None, sandbox_id: str | None, limit: int) -> list[sqlite3.Row]:
+    def list_events(self, since: int, kind: str | None, sandbox_id: str | None, limit: int) -> list[EventRecord]:
         where: list[str] = ["id > ?"]
         values: list[str | int] = [since]
-        for column, value in (("type", kind), ("sandbox_id", sandbox_id)):
-            if value is not None:
-                where.append(f"{column} = ?")
-                values.append(value)
+        if kind is not None:
+            where.append("type = ?")
+            values.append(kind)
+        if sandbox_id is not None:
+            where.append("sandbox_id = coalesce((SELECT id FROM sandboxes WHERE name = ?), ?)")
+            values += [sandbox_id, sandbox_id]
         statement = f"SELECT * FROM events WHERE {' AND '.join(where)} ORDER BY id LIMIT ?"
-        return self._db.execute(statement, (*values, limit)).fetchall()
+        return [parse_row(EventRecord, row) for row in self._db.execute(statement, (*values, limit))]
 
     def last_event_id(self) -> int:
         found = self._db.execute("SELECT max(id) FROM events").fetchone()[0]
@@ -269,61 +367,3 @@ def check_same_request(digest: str, key: IdempotencyKey) -> None:
 
 def absent(sandbox_id: str) -> NotFound:
     return NotFound(f"There is no sandbox {ascii(sandbox_id[:70])[1:-1]}", hint="List them with: forkd ls")
-
-
-def _render_row(record: SandboxRecord) -> tuple[Any, ...]:
-    return (
-        record.id,
-        record.snapshot_tag,
-        record.state.value,
-        record.created_at_unix,
-        record.engine,
-        record.isolation,
-        record.agent_port,
-        record.on_timeout.value,
-        json.dumps(dict(record.labels)),
-        json.dumps(dict(record.metadata)),
-        record.workspace,
-        *_render_limits(record.limits),
-    )
-
-
-def _parse_row(row: sqlite3.Row) -> SandboxRecord:
-    return SandboxRecord(
-        number=row["number"],
-        id=row["id"],
-        snapshot_tag=SnapshotTag(row["snapshot_tag"]),
-        state=State(row["state"]),
-        created_at_unix=row["created_at_unix"],
-        engine=row["engine"],
-        isolation=row["isolation"],
-        agent_port=row["agent_port"],
-        pid=row["pid"],
-        limits=_parse_limits(row),
-        deadline_unix=row["deadline_unix"],
-        on_timeout=OnTimeout(row["on_timeout"]),
-        labels=json.loads(row["labels"]),
-        metadata=json.loads(row["metadata"]),
-        workspace=row["workspace"],
-        cause=row["cause"],
-        way=None if row["way"] is None else Way(row["way"]),
-    )
-
-
-def _parse_workspace(row: sqlite3.Row) -> WorkspaceRow:
-    return WorkspaceRow(
-        name=row["name"],
-        id=row["id"],
-        source_snapshot_tag=SnapshotTag(row["source_snapshot_tag"]),
-        limits=_parse_limits(row),
-        created_at_unix=row["created_at_unix"],
-        last_active_unix=row["last_active_unix"],
-    )
-
-
-def _render_limits(limits: Limits) -> tuple[Any, ...]:
-    return (limits.memory_mib, limits.cpus, limits.pids, limits.io_mib_s)
-
-
-def _parse_limits(row: sqlite3.Row) -> Limits:
-    return Limits(row["memory_limit_mib"], row["cpu_limit"], row["pids_limit"], row["io_limit_mib_s"])

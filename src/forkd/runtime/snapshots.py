@@ -14,17 +14,16 @@ from pathlib import Path
 
 from forkd.engines.base import Engine, Frozen
 from forkd.errors import Conflict, ForkdError, NoCapacity, NotFound
-from forkd.host.faults import reach
+from forkd.host.faults import fault_point
 from forkd.host.paths import Home
 from forkd.host.threads import in_thread
 from forkd.image import Image, ImageStore
 from forkd.model.machine import MachineSpec
 from forkd.model.names import SnapshotTag, parse_tag
 from forkd.runtime.events import EventLog
-from forkd.runtime.freeze import create_snapshot, frozen_of
+from forkd.runtime.freeze import Warmup, create_snapshot, frozen_of
 from forkd.runtime.registry import Registry, SnapshotJob
-from forkd.runtime.templates import Templates
-from forkd.runtime.warmup import Warmup
+from forkd.runtime.templates import Templates, TemplateView
 from forkd.store.manifest import Manifest
 from forkd.store.snapshots import Snapshot, SnapshotStore
 
@@ -68,7 +67,7 @@ class SnapshotDetail:
 
 @dataclass
 class _Making:
-    """A job of this daemon's life. `error` stays for those who wait for it."""
+    """A job of this daemon. `error` is kept for callers that wait."""
 
     request: SnapshotRequest
     begun_at_unix: float
@@ -161,10 +160,16 @@ class Snapshots:
         with self._registry.transaction():
             self._registry.record_job(SnapshotJob(tag, WRITING, making.begun_at_unix))
             self._events.emit("snapshot.writing", snapshot_tag=tag)
-        reach("snapshot.recorded")
+        fault_point("snapshot.recorded")
         self._making[tag] = making
         making.task = asyncio.create_task(self._make(making, image), name=f"snapshot {tag}")
         return self.get(tag)
+
+    async def warm(self, tag: str) -> TemplateView:
+        """Make a template of a snapshot ahead of its first fork; the one there is, when there is one."""
+        parsed = parse_tag(tag)
+        async with self.held(parsed) as frozen:
+            return await self._templates.warm(frozen, parsed)
 
     async def wait(self, tag: str) -> SnapshotView:
         """Until it is ready; raises what it failed with. The caller may give up: the snapshot goes on."""
@@ -186,14 +191,14 @@ class Snapshots:
             except NotFound:
                 if not failed:
                     raise
-            # Afterwards: whoever still used the snapshot would have kept it, and might have begun another one.
+            # Afterwards: a user of the snapshot would have kept it, and might have begun another one.
             await self._templates.drop(self.store.root / parsed)
         with self._registry.transaction():
             self._registry.remove_job(parsed)
             self._events.emit("snapshot.removed", snapshot_tag=parsed, data={"given_up": given_up})
 
     async def close(self) -> None:
-        """The daemon stops: what is being made is given up, and says so to the next daemon's users."""
+        """The daemon stops: unfinished jobs are given up, and recorded as failed for the next daemon."""
         for tag in list(self._making):
             await self._give_up(tag)
 

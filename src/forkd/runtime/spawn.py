@@ -1,186 +1,195 @@
-"""Forking children of a snapshot: admitted, in parallel, each one proved to be someone of its own."""
+"""Spawning: n sandboxes reserved in one transaction, forked, and made known in one more. All of them, or none.
+
+A request may carry a key of its sender's choice: sent again, it is answered with what came of the first.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-from forkd.engines.base import Engine, Frozen, Machine, Way
-from forkd.errors import ChannelClosed, EngineFailed, ForkdError, GuestDied, GuestTimeout
-from forkd.guest.calls import Agent
-from forkd.guest.identity import ForkProof, become
-from forkd.host.capacity import CHILD_MIB, FORKED_CHILD_MIB
-from forkd.host.faults import reach
-from forkd.model.identity import Identity, new_identity
-from forkd.model.limits import NO_LIMITS, Limits
+from forkd.engines.base import Phases, Way
+from forkd.errors import Conflict, NotFound
+from forkd.host.cgroup import enforceable
+from forkd.host.faults import fault_point
 from forkd.model.machine import parse_count
-from forkd.model.sandbox import new_sandbox_id
+from forkd.model.names import check_env
+from forkd.model.sandbox import SandboxSpec, State
 from forkd.runtime.admission import admit_children, look, starts_at_once
-from forkd.runtime.sandbox import Sandbox, raise_explained
-from forkd.runtime.templates import Template, fork_machine
-
-_MORE_ATTEMPTS = 2
-# A VMM whose channel just closed is dying, as a rule.
-_DEATH_DEADLINE_S = 1.0
-
-AfterFork = Callable[[Sandbox], Awaitable[None]]
+from forkd.runtime.child import LiveSandbox
+from forkd.runtime.fork import Forked, child_mib, fork_children, kill_all, new_identities
+from forkd.runtime.registry import IdempotencyKey, SandboxRecord, check_same_request
+from forkd.runtime.sandboxes import Sandboxes
+from forkd.runtime.snapshots import Snapshots
+from forkd.runtime.templates import Templates
 
 
 @dataclass(frozen=True)
-class Forked:
-    """Who came up, in the order asked for, and why others did not, by sandbox id."""
+class Spawned:
+    records: tuple[SandboxRecord, ...]
+    failed: int = 0
+    phases: tuple[Phases, ...] = ()  # of each child; none when the same request had made them before
+    fork_s: float = 0.0  # the engine's part: until all VMs ran and had kept the contract
 
-    sandboxes: list[Sandbox]
-    errors: Mapping[str, ForkdError]
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """How each child came to be."""
+        return tuple(each.way for each in self.phases)
 
-
-def new_identities(n: int, *, env: Mapping[str, str] | None = None) -> list[Identity]:
-    return [new_identity(new_sandbox_id(), env=env) for _ in range(parse_count(n))]
-
-
-async def fork_children(
-    engine: Engine,
-    frozen: Frozen,
-    identities: Sequence[Identity],
-    directory: Path,
-    *,
-    limits: Limits = NO_LIMITS,
-    template: Template | None = None,
-    gate: asyncio.Semaphore | None = None,
-    after: AfterFork | None = None,
-    allow_partial: bool = False,
-) -> Forked:
-    """All of them, or none and the first error. With `allow_partial` those that can, and an error when none could.
-
-    `template`: what to fork, instead of starting a VMM for each. `gate` bounds how many start at once, where starts of
-    others count too. `after` runs for each child as part of its start. When the block is cancelled or something breaks
-    that is no ForkdError, nobody lives.
-    """
-    capacity = look()
-    admit_children(1 if allow_partial else parse_count(len(identities)), capacity, child_mib(template))
-    engine.check(frozen)
-    gate = gate or asyncio.Semaphore(starts_at_once(capacity))
-    ready: dict[str, Sandbox] = {}
-    errors: dict[str, ForkdError] = {}
-
-    async def start(identity: Identity) -> None:
-        async with gate:
-            # Again: those before it, and others, have taken memory since.
-            admit_children(1, look(), child_mib(template))
-            sandbox = await fork_one(engine, frozen, identity, directory, limits, template)
-            ready[sandbox.id] = sandbox
-            if after is not None:
-                await after(sandbox)
-
-    async def try_start(identity: Identity) -> None:
-        try:
-            await start(identity)
-        except ForkdError as error:
-            errors[identity.sandbox_id] = error
-            if failed := ready.pop(identity.sandbox_id, None):
-                await failed.kill()
-
-    try:
-        with template.in_use() if template else contextlib.nullcontext():
-            async with asyncio.TaskGroup() as tasks:
-                for identity in identities:
-                    tasks.create_task(try_start(identity) if allow_partial else start(identity))
-    except BaseExceptionGroup as group:
-        await kill_all(ready.values())
-        first = _first(group)
-        raise first from first.__cause__
-    except BaseException:
-        await kill_all(ready.values())
-        raise
-    if not ready:
-        raise next(iter(errors.values()))
-    return Forked([ready[one.sandbox_id] for one in identities if one.sandbox_id in ready], errors)
+    @property
+    def contract_s(self) -> tuple[float, ...]:
+        """How long each child took to take its new identity."""
+        return tuple(each.steps["contract"] - each.steps.get("resume", each.begun) for each in self.phases)
 
 
-def child_mib(template: Template | None) -> int:
-    """What the next child is expected to need."""
-    return FORKED_CHILD_MIB if template and template.usable else CHILD_MIB
+class Spawner:
+    def __init__(
+        self, sandboxes: Sandboxes, snapshots: Snapshots, templates: Templates, *, drop_limits: bool = False
+    ) -> None:
+        """`drop_limits`: those that this host cannot enforce, instead of refusing them."""
+        self._sandboxes = sandboxes
+        self._snapshots = snapshots
+        self._templates = templates
+        self._drop_limits = drop_limits
+        self._starting = 0
+        self._gate = asyncio.Semaphore(starts_at_once(look()))
+        self._under_way: dict[tuple[str, str], tuple[str, asyncio.Future[Spawned]]] = {}
 
+    async def spawn(self, spec: SandboxSpec, key: IdempotencyKey | None = None) -> Spawned:
+        parse_count(spec.n)
+        check_env(spec.env)
+        if key is None:
+            return await self._sandboxes.finished(self._spawn(spec, None))
+        slot = (key.owner, key.key)
+        if slot in self._under_way:
+            digest, outcome = self._under_way[slot]
+            check_same_request(digest, key)
+            return await asyncio.shield(outcome)
+        if (made := self._sandboxes.registry.find_spawn(key)) is not None:
+            return self._made_before(made)
+        outcome = asyncio.ensure_future(self._sandboxes.finished(self._spawn(spec, key)))
+        self._under_way[slot] = (key.digest, outcome)
+        outcome.add_done_callback(lambda _: self._under_way.pop(slot, None))
+        return await asyncio.shield(outcome)
 
-async def fork_one(
-    engine: Engine,
-    frozen: Frozen,
-    identity: Identity,
-    directory: Path,
-    limits: Limits = NO_LIMITS,
-    template: Template | None = None,
-) -> Sandbox:
-    """One child that has kept the fork contract; one that has not is killed before the error is raised."""
-    try:
-        machine = await fork_machine(engine, frozen, directory / identity.sandbox_id, limits, template)
-        reach("spawn.started")
-        forked = machine.phases.way is Way.FORK
-        with template.judged(limits) if template and forked else contextlib.nullcontext():
-            return await prove(machine, identity)
-    except (EngineFailed, GuestDied, GuestTimeout) as error:
-        if limits != NO_LIMITS:
-            limited = f"Its limits may be too low for the guest: {limits}"
-            error.hint = limited if error.hint is None else f"{error.hint}. {limited}"
-        raise
+    def _made_before(self, ids: tuple[str, ...]) -> Spawned:
+        records = []
+        for sandbox_id in ids:
+            try:
+                records.append(self._sandboxes.get(sandbox_id))
+            except NotFound:
+                continue
+        if not records:
+            raise Conflict(
+                "The sandboxes of this idempotency key have been removed since", hint="Use a new key to spawn more"
+            )
+        return Spawned(tuple(records), failed=len(ids) - len(records))
 
-
-async def prove(machine: Machine, identity: Identity) -> Sandbox:
-    """Have it become someone of its own, or kill it."""
-    agent: Agent | None = None
-    try:
-        try:
-            agent, proof = await _become(machine, identity)
-        except ForkdError as error:
-            await raise_explained(error, machine, "it was forked")
-        await machine.running()
-    except BaseException:
-        if agent is not None:
-            agent.close()
-        await machine.kill()
-        raise
-    machine.phases.mark("contract", time.monotonic())
-    return Sandbox(identity, machine, agent, proof)
-
-
-async def _become(machine: Machine, identity: Identity) -> tuple[Agent, ForkProof]:
-    """An agent that kept the contract, asked again when its stream was lost and the VM lives.
-
-    A guest on vsock resets its connections when it wakes up, and may take ours for one of the past. The contract sets
-    things and adds to nothing, so it may be kept twice.
-    """
-    for _ in range(_MORE_ATTEMPTS):
-        try:
-            return await _try_become(machine, identity)
-        except ChannelClosed:
-            await asyncio.wait([machine.death], timeout=_DEATH_DEADLINE_S)
-            if machine.death.done():
+    async def _spawn(self, spec: SandboxSpec, key: IdempotencyKey | None) -> Spawned:
+        if self._drop_limits:
+            spec = replace(spec, limits=enforceable(spec.limits))
+        async with self._snapshots.held(spec.snapshot_tag) as frozen:
+            template = self._templates.find(frozen)
+            admit_children(spec.n + self._starting, look(), child_mib(template))
+            fault_point("spawn.begun")
+            identities = new_identities(spec.n, env=spec.env)
+            ids = [identity.sandbox_id for identity in identities]
+            self._starting += spec.n
+            try:
+                self._reserve(spec, ids, key)
+                fault_point("spawn.reserved")
+                begun = time.monotonic()
+                forked = await fork_children(
+                    self._sandboxes.engine,
+                    frozen,
+                    identities,
+                    self._sandboxes.home.vms,
+                    limits=spec.limits,
+                    template=template,
+                    gate=self._gate,
+                    allow_partial=spec.allow_partial,
+                )
+            except BaseException:
+                self._roll_back(ids, key)
                 raise
-    return await _try_become(machine, identity)
+            finally:
+                self._starting -= spec.n
+            fork_s = time.monotonic() - begun
+            fault_point("spawn.forked")
+            try:
+                spawned = replace(self._commit(spec, ids, forked), fork_s=fork_s)
+            except BaseException:
+                await kill_all(forked.sandboxes)
+                self._roll_back(ids, key)
+                raise
+            if template is None:
+                self._templates.want(frozen, spec.snapshot_tag)
+            return spawned
 
+    def _reserve(self, spec: SandboxSpec, ids: list[str], key: IdempotencyKey | None) -> None:
+        sandboxes, now = self._sandboxes, time.time()
+        ports = {sandbox_id: sandboxes.ports.open(sandbox_id, spec.agent_port, serve=False) for sandbox_id in ids}
+        with sandboxes.registry.transaction():
+            sandboxes.registry.insert_sandboxes(
+                SandboxRecord(
+                    number=0,
+                    id=sandbox_id,
+                    snapshot_tag=spec.snapshot_tag,
+                    state=State.STARTING,
+                    created_at_unix=now,
+                    engine=sandboxes.engine.name,
+                    isolation=sandboxes.engine.isolation,
+                    agent_port=ports[sandbox_id],
+                    limits=spec.limits,
+                    on_timeout=spec.on_timeout,
+                    labels=spec.labels,
+                    metadata=spec.metadata,
+                    workspace=spec.workspace,
+                )
+                for sandbox_id in ids
+            )
+            if key is not None:
+                sandboxes.registry.record_spawn(key, ids, now)
+            for sandbox_id in ids:
+                sandboxes.events.emit("sandbox.created", sandbox_id=sandbox_id, snapshot_tag=spec.snapshot_tag)
 
-async def _try_become(machine: Machine, identity: Identity) -> tuple[Agent, ForkProof]:
-    agent = Agent.attach(await machine.connect())
-    try:
-        # Sent before the guest runs, where the engine can: it is there, waiting, when the guest wakes up.
-        return agent, await become(agent, identity)
-    except BaseException:
-        agent.close()
-        raise
+    def _commit(self, spec: SandboxSpec, ids: list[str], forked: Forked) -> Spawned:
+        sandboxes = self._sandboxes
+        deadline = None if spec.timeout_s is None else time.time() + spec.timeout_s
+        alive = {sandbox.id: sandbox for sandbox in forked.sandboxes}
+        lost = [sandbox_id for sandbox_id in ids if sandbox_id not in alive]
+        with sandboxes.registry.transaction():
+            changes = {
+                sandbox_id: {
+                    "pid": sandbox.machine.pid,
+                    "deadline_unix": deadline,
+                    "way": sandbox.machine.phases.way,
+                }
+                for sandbox_id, sandbox in alive.items()
+            }
+            sandboxes.registry.move(list(alive), State.RUNNING, changes)
+            sandboxes.registry.remove_sandboxes(lost)
+            for sandbox_id in alive:
+                sandboxes.events.emit("sandbox.running", sandbox_id=sandbox_id, snapshot_tag=spec.snapshot_tag)
+        fault_point("spawn.committed")
+        for sandbox_id in lost:
+            sandboxes.ports.close(sandbox_id)
+        for sandbox_id in ids:
+            if sandbox_id in alive:
+                sandbox = alive[sandbox_id]
+                sandboxes.hold(LiveSandbox(sandbox_id, sandbox.machine, sandbox.agent, State.RUNNING))
+                sandboxes.ports.serve(sandbox_id)
+        records = tuple(sandboxes.get(sandbox_id) for sandbox_id in ids if sandbox_id in alive)
+        return Spawned(records, len(lost), tuple(sandbox.machine.phases for sandbox in alive.values()))
 
-
-async def kill_all(sandboxes: Iterable[Sandbox]) -> None:
-    """All of them, even when one resists; its error is raised at the end."""
-    for outcome in await asyncio.gather(*(sandbox.kill() for sandbox in sandboxes), return_exceptions=True):
-        if isinstance(outcome, BaseException):
-            raise outcome
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    def _roll_back(self, ids: list[str], key: IdempotencyKey | None) -> None:
+        sandboxes = self._sandboxes
+        for sandbox_id in ids:
+            sandboxes.ports.close(sandbox_id)
+        with sandboxes.registry.transaction():
+            sandboxes.registry.remove_sandboxes(ids)
+            if key is not None:
+                sandboxes.registry.forget_spawn(key)
+            for sandbox_id in ids:
+                sandboxes.events.emit("sandbox.removed", sandbox_id=sandbox_id)

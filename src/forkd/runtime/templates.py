@@ -18,13 +18,13 @@ from typing import Any
 
 from forkd.engines.base import Engine, Frozen, Machine
 from forkd.errors import Conflict, EngineFailed, ForkdError, GuestDied, NoCapacity, NotForkable, NotFound, Unsupported
-from forkd.guest.calls import Agent
-from forkd.host.faults import reach
-from forkd.host.memory import available_mib, memory_use
+from forkd.guest.agent import Agent
+from forkd.host.faults import fault_point
+from forkd.host.system import available_mib, memory_use
 from forkd.host.threads import in_thread
-from forkd.model.limits import NO_LIMITS, Limits
+from forkd.model.machine import NO_LIMITS, Limits
 from forkd.runtime.admission import RESERVE_MIB
-from forkd.runtime.rehearsal import rehearsed
+from forkd.runtime.freeze import rehearsed
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Template:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """While a spawn goes on nobody ends it for want of room."""
+        """While a spawn uses it, it is not ended to make room."""
         self._spawns += 1
         try:
             yield
@@ -133,7 +133,7 @@ class Template:
 
     async def fork(self, engine: Engine, directory: Path, limits: Limits) -> Machine:
         if not self.usable:
-            raise NotForkable("The template is not to be forked any more")
+            raise NotForkable("The template can no longer be forked")
         self._under_way += 1
         self._idle.clear()
         self.used_at = time.monotonic()
@@ -173,7 +173,7 @@ def fits(templates: Iterable[Template], policy: TemplatePolicy, need_mib: float)
 def choose_to_end(
     templates: Iterable[Template], policy: TemplatePolicy, need_mib: float = EXPECTED_MIB
 ) -> list[Template]:
-    """Who has to go so that one more fits: least recently used first, never one that is in use. Pure.
+    """The templates to end so that one more fits: least recently used first, never one in use. Pure.
 
     None at all where that would not be enough.
     """
@@ -213,7 +213,7 @@ class Templates:
         return sorted((template.view() for template in self._ready.values()), key=lambda view: view.tag)
 
     def why_none(self) -> str | None:
-        """Why forks go the slower way on this host, whatever is asked for."""
+        """Why all forks go the slower way on this host."""
         if not self.policy.count:
             return "none are wanted (templates = 0)"
         if self.policy.memory_mib < EXPECTED_MIB:
@@ -240,9 +240,9 @@ class Templates:
             self._begin(key, frozen, tag)
 
     async def warm(self, frozen: Frozen, tag: str) -> TemplateView:
-        """Have one now; raises what it failed with. A caller that goes away does not undo it."""
+        """Have one now; raises its error. A caller that is cancelled does not undo it."""
         if (why := self.why_none()) is not None:
-            raise Unsupported(f"There are no templates here: {why}", hint="Forks work without; see: forkd doctor")
+            raise Unsupported(f"Templates are not available: {why}", hint="Forks work without; see: forkd doctor")
         if self._closed:
             raise NoCapacity("No more templates are made: forkd is stopping", hint="Ask again when it is back")
         if (template := self.find(frozen)) is not None:
@@ -330,7 +330,7 @@ class Templates:
                 held_bytes = await in_thread(lambda: _measure(machine))
                 await self._make_room(held_bytes / _MIB)
                 template = Template(key, tag, machine, agent, held_bytes, time.monotonic() - begun)
-                reach("template.ready")
+                fault_point("template.ready")
             self._ready[key] = template
             machine.death.add_done_callback(lambda _: self._on_death(template))
             return template
@@ -340,7 +340,7 @@ class Templates:
             await self._end(template)
         if not fits(self._ready.values(), self.policy, need_mib):
             raise NoCapacity(
-                f"There is no room for a template of {need_mib:.0f} MiB: {len(self._ready)} are there and in use, "
+                f"There is no room for a template of {need_mib:.0f} MiB: {len(self._ready)} are in use, "
                 f"of at most {self.policy.count} with {self.policy.memory_mib} MiB in all",
                 hint="Raise the settings templates and template_memory_mib",
             )

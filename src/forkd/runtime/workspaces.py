@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from forkd.errors import InvalidInput, NotFound
-from forkd.model.limits import NO_LIMITS, Limits
+from forkd.model.machine import NO_LIMITS, Limits
 from forkd.model.names import SnapshotTag, parse_name, parse_tag
-from forkd.model.sandbox import SandboxRecord, SandboxSpec, State
-from forkd.runtime.registry import Registry, WorkspaceRow
+from forkd.model.sandbox import SandboxSpec, State
+from forkd.runtime.registry import Registry, SandboxRecord, WorkspaceRow
+from forkd.runtime.sandboxes import Sandboxes
+from forkd.runtime.spawn import Spawned
 
 RUNNING, SUSPENDED, STALE = "running", "suspended", "stale"
 
@@ -30,19 +32,13 @@ class WorkspaceRecord:
     last_active_unix: int
 
 
-class Sandboxes(Protocol):
-    """What a workspace asks of the fleet."""
-
-    async def spawn_for_workspace(self, spec: SandboxSpec) -> SandboxRecord: ...
-    async def pause(self, sandbox_id: str) -> SandboxRecord: ...
-    async def resume(self, sandbox_id: str) -> SandboxRecord: ...
-    async def kill(self, sandbox_id: str) -> None: ...
-
-
 class Workspaces:
-    def __init__(self, registry: Registry, sandboxes: Sandboxes) -> None:
+    def __init__(
+        self, registry: Registry, sandboxes: Sandboxes, spawn: Callable[[SandboxSpec], Awaitable[Spawned]]
+    ) -> None:
         self._registry = registry
         self._sandboxes = sandboxes
+        self._spawn_sandboxes = spawn
 
     def list(self) -> list[WorkspaceRecord]:
         return [self._seen(row) for row in self._registry.list_workspaces()]
@@ -86,9 +82,8 @@ class Workspaces:
         await self._forget_sandbox(row.name)
         self._registry.remove_workspace(row.name)
 
-    async def _spawn(self, row: WorkspaceRow) -> SandboxRecord:
-        spec = SandboxSpec(row.source_snapshot_tag, limits=row.limits, workspace=row.name)
-        return await self._sandboxes.spawn_for_workspace(spec)
+    async def _spawn(self, row: WorkspaceRow) -> None:
+        await self._spawn_sandboxes(SandboxSpec(row.source_snapshot_tag, limits=row.limits, workspace=row.name))
 
     async def _forget_sandbox(self, name: str) -> None:
         record = self._registry.find_in_workspace(name)

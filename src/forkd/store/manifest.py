@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from forkd.errors import ForkdError, SnapshotDamaged, SnapshotIncompatible
-from forkd.host.integrity import FileSum, dump_sums, parse_sums
+from forkd.host.files import FileSum, dump_sums, parse_sums
 from forkd.model.machine import MachineSpec
 from forkd.model.names import SnapshotTag, parse_tag
 
 FORMAT = 1
-# The end of the year 9999, beyond which no calendar function goes.
+# The end of the year 9999, the last that calendar functions know.
 _LATEST_UNIX = 253_402_300_799
 
 T = TypeVar("T")
@@ -67,14 +67,14 @@ def parse_manifest(data: bytes, tag: str) -> Manifest:
         raise damaged from error
     if manifest.tag != tag:
         raise SnapshotDamaged(
-            f"The manifest of snapshot {tag} is that of {manifest.tag}: it was copied or renamed by hand",
+            f"The manifest of snapshot {tag} is for {manifest.tag}: it was copied or renamed by hand",
             hint=render_remedy(tag),
         )
     return manifest
 
 
 def find_image_id(data: bytes) -> str | None:
-    """The image of a manifest that may be damaged, or of a format to come."""
+    """The image of a manifest that may be damaged, or of a newer format."""
     try:
         return _typed(json.loads(data), "image_id", str)
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -89,7 +89,7 @@ def _parse_fields(raw: dict[str, Any]) -> Manifest:
     machine, platform = _typed(raw, "machine", dict), _typed(raw, "platform", dict)
     created_at_unix = _typed(raw, "created_at_unix", int)
     if not 0 <= created_at_unix <= _LATEST_UNIX:
-        raise ValueError("created at no time")
+        raise ValueError(f"created_at_unix is {created_at_unix}")
     return Manifest(
         tag=parse_tag(_typed(raw, "tag", str)),
         created_at_unix=created_at_unix,

@@ -18,8 +18,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forkd.errors import Conflict, ForkdError, HostLacks, InvalidInput, NotFound, SnapshotDamaged
-from forkd.host.files import STAGING_PREFIX, enough_disk, staged_directory, sweep_staging
-from forkd.host.integrity import digest_file, verify_files, verify_sizes
+from forkd.host.files import (
+    STAGING_PREFIX,
+    digest_file,
+    enough_disk,
+    staged_directory,
+    sweep_staging,
+    verify_files,
+    verify_sizes,
+)
 from forkd.model.names import SnapshotTag, parse_tag
 from forkd.store.manifest import Manifest, find_image_id, parse_manifest, render_manifest, render_remedy
 
@@ -32,13 +39,13 @@ class Snapshot:
     directory: Path
 
     def disk_bytes(self) -> int:
-        """What its files really occupy: guest memory that was never touched is a hole."""
+        """What its files occupy on disk: guest memory that was never touched is a hole."""
         return sum((self.directory / name).stat().st_blocks * 512 for name in self.manifest.files)
 
 
 @dataclass(frozen=True)
 class Unusable:
-    """A tag that is taken by something no VM can be forked from, and why."""
+    """A tag whose snapshot cannot be forked, and why."""
 
     tag: SnapshotTag
     directory: Path
@@ -56,7 +63,7 @@ class SnapshotStore:
         self.root = root
 
     def list(self) -> Listing:
-        """All tags, by name. One that is damaged hides no other; its files are measured, not read."""
+        """All tags, by name, damaged ones apart. The sizes of files are checked, their contents are not."""
         snapshots: list[Snapshot] = []
         unusable: list[Unusable] = []
         for tag in self._tags():
@@ -74,7 +81,7 @@ class SnapshotStore:
         return Listing(tuple(snapshots), tuple(unusable))
 
     def images_in_use(self) -> frozenset[str]:
-        """Of damaged snapshots too. Raises SnapshotDamaged where one cannot say what it was made from."""
+        """Including those of damaged snapshots. Raises SnapshotDamaged when a manifest does not name its image."""
         ids = set()
         for tag in self._tags():
             try:
@@ -106,16 +113,16 @@ class SnapshotStore:
 
     @contextlib.contextmanager
     def created(self, tag: SnapshotTag, *, replace_existing: bool) -> Iterator[tuple[Path, Callable[[Manifest], None]]]:
-        """Yield a staging directory and what to call with the manifest; the tag appears when the block ends well."""
+        """Yield a staging directory and a function that takes the manifest; the tag appears when the block succeeds."""
         final = self._path(tag)
         with contextlib.ExitStack() as old:
             with _writable(self.root), enough_disk(self.root):
                 self.root.mkdir(parents=True, exist_ok=True)
                 sweep_staging(self.root)
-            # Damaged or not: whatever has the tag is replaced only when that was asked for.
+            # Damaged or not: what has the tag is replaced only when asked for.
             if os.path.lexists(final) and not replace_existing:
                 raise Conflict(f"Snapshot {tag} exists already", hint="Choose another tag or pass --replace")
-            # The lock on the old one is given back last, when the new one is in its place.
+            # The lock on the old one is released last, when the new one is in its place.
             with staged_directory(final, replace=replace_existing) as staging:
 
                 def seal(manifest: Manifest) -> None:
@@ -127,13 +134,13 @@ class SnapshotStore:
                 assert (staging / _MANIFEST).is_file(), "a snapshot was not sealed"
 
     def remove(self, *tags: SnapshotTag) -> None:
-        """All of them, or none and an error: unknown ones and ones in use are found before anything is removed."""
+        """All or none: unknown tags and tags in use are found before anything is removed."""
         with contextlib.ExitStack() as locks:
             wanted = list(dict.fromkeys(tags))
             for tag in wanted:
                 locks.enter_context(self._locked(tag, fcntl.LOCK_EX))
             for tag in wanted:
-                # First out of sight in one step, then removed: a crash between leaves only staging, which is swept.
+                # Renamed in one step, then removed: a crash between leaves only staging, which is swept.
                 doomed = self.root / f"{STAGING_PREFIX}{secrets.token_hex(6)}"
                 with _writable(self.root):
                     self._path(tag).rename(doomed)
@@ -143,7 +150,7 @@ class SnapshotStore:
         return self.root / tag
 
     def _tags(self) -> Iterator[SnapshotTag]:
-        """Directories of other names are none of ours."""
+        """Directories with other names are not snapshots."""
         if not self.root.is_dir():
             return
         for path in sorted(self.root.iterdir()):
@@ -173,7 +180,7 @@ class SnapshotStore:
                 raise _absent(tag) from None
             try:
                 _lock(fd, kind, tag)
-                # Between opening and locking it may have been replaced; then this is the lock of one that is gone.
+                # It may have been replaced between opening and locking: then we hold the lock of the old one.
                 if _is_still(fd, path):
                     yield
                     return
@@ -185,7 +192,7 @@ def _seal(staging: Path, manifest: Manifest) -> None:
     names = sorted(p.name for p in staging.iterdir())
     sums = {name: digest_file(staging / name) for name in names}
     for name in names:
-        # Others may read: a jailed VMM is one, and is handed the file. By its path only the owner gets here.
+        # Others may read, for a jailed VMM that is given the file; the directory lets only the owner in.
         # The owner may write: QEMU opens a memory file for writing even where it maps it privately.
         (staging / name).chmod(0o644)
     (staging / _MANIFEST).write_bytes(render_manifest(replace(manifest, files=sums)))
@@ -214,7 +221,7 @@ def _writable(root: Path) -> Iterator[None]:
     except OSError as error:
         raise HostLacks(
             f"The snapshots in {root} cannot be changed: {error.strerror}",
-            hint="Set FORKD_HOME to a directory of yours",
+            hint="Set FORKD_HOME to a directory you may write to",
         ) from error
 
 

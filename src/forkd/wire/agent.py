@@ -72,12 +72,12 @@ _U64 = Struct("!Q")
 HEADER_SIZE = _HEADER.size
 MAX_FRAME = HEADER_SIZE + MAX_PAYLOAD
 
-# Each rejected payload costs a checksum over up to 64 KiB, for as little as 20 bytes sent: an attacker's lever.
+# Each rejected payload costs a checksum over up to 64 KiB, for as little as 20 bytes sent: an attack is cheap.
 MAX_REJECTED = 16
 
 
 class WireError(Exception):
-    """What arrived cannot be the protocol; `stream` is the stream it spoiled, 0 for all."""
+    """The bytes do not follow the protocol; `stream` is the stream they concern, 0 for all."""
 
     def __init__(self, message: str, stream: int = 0) -> None:
         super().__init__(message)
@@ -104,7 +104,7 @@ def encode_message(kind: int, stream: int, payload: bytes, flags: int = 0) -> by
 
 
 def padding() -> bytes:
-    """Enough zeros to complete whatever frame the other side is still waiting for."""
+    """Enough zeros to complete any frame that the other side still waits for."""
     return bytes(MAX_FRAME)
 
 
@@ -113,7 +113,7 @@ def encode_json(kind: int, stream: int, value: Any, flags: int = 0) -> bytes:
 
 
 def decode_json(payload: bytes) -> Any:
-    """A JSON object, or WireError. Nested too deep, numbers too long: all the same to us."""
+    """A JSON object, or WireError, also when it is nested too deep or has too long numbers."""
     try:
         value = json.loads(payload)
     except (ValueError, RecursionError) as error:
@@ -161,7 +161,7 @@ def unpack_code(payload: bytes) -> bytes:
     return payload[_U32.size :]
 
 
-# Not JSON: the code that parses it is the largest piece of cold code a fresh fork would meet before it is anybody.
+# Not JSON: its parser would be the largest piece of cold code that a fork runs before it has its identity.
 _BECOME_FIELDS = ("session", "sandbox_id", "hostname", "machine_id", "entropy", "nonce")
 _BECOME_COUNT = 6
 
@@ -236,7 +236,7 @@ class Parser:
         return frames
 
     def reset(self) -> None:
-        """Forget a half-received frame: its sender is gone."""
+        """Drop a half-received frame: its sender has left."""
         self._chunks.clear()
         self._held = 0
         self._rejected = 0
@@ -275,7 +275,7 @@ class Joiner:
     def join(self, kind: int, flags: int, stream: int, payload: bytes) -> bytes | None:
         """The whole payload with the last frame, None before; WireError with the last frame of one too large."""
         if self.active and (kind != self._kind or stream != self._stream):
-            # Its sender is gone; what came instead may be the next client's HELLO.
+            # Its sender has left; this may be the next client's HELLO.
             self.reset()
         self.active, self._kind, self._stream = True, kind, stream
         self._size += len(payload)

@@ -1,8 +1,8 @@
-"""The bodies of the REST API, as clients see them. docs/rest.md says when each key is there."""
+"""The bodies of the REST API, as clients see them. docs/reference/rest.md says when each key is there."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, get_origin, get_type_hints
 
 
 class ErrorBody(TypedDict):
@@ -12,8 +12,17 @@ class ErrorBody(TypedDict):
     details: NotRequired[str]
 
 
+class Health(TypedDict):
+    ok: bool
+
+
+class Readiness(TypedDict):
+    ready: bool
+
+
 class SandboxInfo(TypedDict):
     id: str
+    name: str | None
     snapshot_tag: str
     netns: str | None
     guest_addr: str
@@ -162,6 +171,11 @@ class FileListing(TypedDict):
     truncated: bool
 
 
+class FileWritten(TypedDict):
+    path: str
+    size: int
+
+
 class Event(TypedDict):
     id: int
     ts_unix: float
@@ -181,3 +195,9 @@ class LineageSnapshot(TypedDict):
 class Lineage(TypedDict):
     snapshots: list[LineageSnapshot]
     orphans: list[SandboxInfo]
+
+
+def required_keys(body: Any) -> list[str]:
+    """Of one of the classes above, in their order. Not `__required_keys__`: it knows no annotation that is a string."""
+    hints = get_type_hints(body, include_extras=True)
+    return [key for key, hint in hints.items() if get_origin(hint) is not NotRequired]

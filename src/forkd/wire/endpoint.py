@@ -1,4 +1,4 @@
-"""Where client and daemon meet when nobody says otherwise: a unix socket in the runtime directory, or TCP."""
+"""Where client and daemon meet by default: a unix socket in the runtime directory, or TCP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MEMORY = "/dev/shm"
 
 
 def find_loopback_port(address: str) -> int | None:
-    """The port of `host:port` where that is this machine's own, as every sandbox's is; None for any other text."""
+    """The port of `host:port` on this machine, as every sandbox has it; None for any other text."""
     host, _, port = address.rpartition(":")
     if host not in ("127.0.0.1", "localhost") or not (port.isascii() and port.isdigit()):
         return None
@@ -21,7 +21,7 @@ def find_loopback_port(address: str) -> int | None:
 
 
 def find_runtime_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """FORKD_RUNTIME_DIR, else the system's place for sockets and pids of this user. None where there are no users."""
+    """FORKD_RUNTIME_DIR, else the system's place for this user's sockets. None on systems without user ids."""
     if explicit := environ.get("FORKD_RUNTIME_DIR"):
         return Path(explicit).absolute()
     if not hasattr(os, "geteuid"):
@@ -30,20 +30,20 @@ def find_runtime_directory(environ: Mapping[str, str] = os.environ) -> Path | No
         return Path(_in_memory("/run"), "forkd")
     if given := environ.get("XDG_RUNTIME_DIR"):
         return Path(given) / "forkd"
-    # Directly in /tmp or /dev/shm, whose sticky bit keeps others from putting theirs in its place.
+    # Directly in /tmp or /dev/shm, whose sticky bit keeps others from replacing it.
     return Path(_in_memory("/tmp"), f"forkd-{os.geteuid()}")
 
 
 def _in_memory(place: str) -> str:
-    """`place`, unless it is part of a disk and /dev/shm is not: there the files of a VM cost more than forking it."""
+    """`place`, unless it is on a disk and /dev/shm is not: on a disk a VM's files cost more than forking it."""
     if os.path.ismount(place) or not os.path.ismount(_MEMORY):
         return place
-    # Of a mount that allows no devices and no programs a jail has no use.
+    # A jail cannot use a mount that allows no devices or no programs.
     return place if os.statvfs(_MEMORY).f_flag & (os.ST_NODEV | os.ST_NOEXEC) else _MEMORY
 
 
 def find_socket(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The daemon's unix socket: FORKD_SOCKET, else the one in the runtime directory. None: there can be none."""
+    """The daemon's unix socket: FORKD_SOCKET, else the one in the runtime directory. None: it has none."""
     if explicit := environ.get("FORKD_SOCKET"):
         return None if explicit == "none" else Path(explicit).absolute()
     runtime = find_runtime_directory(environ)

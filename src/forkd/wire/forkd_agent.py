@@ -46,7 +46,7 @@ def parse_request(line: bytes) -> Ping | Exec | Eval:
         if not isinstance(code, str):
             raise InvalidInput("The field code of an eval is a text")
         return Eval(code)
-    raise InvalidInput(f"There is no action {ascii(action)[:70]}", hint="Actions are ping, exec and eval")
+    raise InvalidInput(f"Unknown action {ascii(action)[:70]}", hint="Actions are ping, exec and eval")
 
 
 def render_pong(numpy_version: str, pid: int) -> bytes:
@@ -62,7 +62,7 @@ def render_pong(numpy_version: str, pid: int) -> bytes:
 
 
 def render_exec(stdout: bytes, stderr: bytes, exit_code: int, *, truncated: bool = False) -> bytes:
-    """`exit_code` is negative for a signal. Output that is no UTF-8 is made into some."""
+    """`exit_code` is negative for a signal. Bytes that are not UTF-8 become U+FFFD."""
     reply: dict[str, Any] = {
         "stdout": stdout.decode(errors="replace"),
         "stderr": stderr.decode(errors="replace"),
@@ -78,7 +78,7 @@ def render_eval(result: str) -> bytes:
 
 
 def render_failure(kind: str, message: str, trace: str = "") -> bytes:
-    """Any action that came to nothing. Some clients show `traceback`, so it is there even where there is none."""
+    """Any action that failed. Some clients show `traceback`, so the key is always there."""
     return _render({"error": f"{kind}: {message}", "traceback": trace, "exit_code": 1})
 
 

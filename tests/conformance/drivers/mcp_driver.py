@@ -1,7 +1,5 @@
 """Runs in the environment of PyPI's forkd-mcp: reads calls as lines of JSON, makes them with the real MCP client."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

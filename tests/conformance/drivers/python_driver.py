@@ -1,7 +1,5 @@
 """Runs in the environment of PyPI's forkd: reads calls as lines of JSON, makes them, writes what came of each."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -5,186 +5,93 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Annotated
 
-from fastapi import APIRouter, Query
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
-
-from forkd.daemon import schemas
-from forkd.daemon.bodies import MkdirBody, RenameBody
-from forkd.daemon.client import while_connected
-from forkd.daemon.errors import CALL, ClientGone
-from forkd.daemon.openapi import BODY, GUEST, errors, gives, takes, takes_raw
-from forkd.daemon.reading import iterate_body, read_model
-from forkd.daemon.render import Json, render_file
-from forkd.daemon.routes.guest import GRACE_S, guest
-from forkd.daemon.routes.parameters import Flag, Id, Number, OptionalNumber, parse_mode, parse_path, takes_path
-from forkd.daemon.state import Call, call_of
-from forkd.daemon.turns import Kind, turn
-from forkd.errors import ForkdError, GuestTimeout
-
-router = APIRouter()
-
-STALL_S = 60.0  # in which a piece of a file has to move
-
-_CONTENT = gives("application/octet-stream", "The content", binary=True)
+from forkd.daemon.call import Call, while_connected
+from forkd.daemon.inputs import FilePath, Flag, MkdirBody, Mode, Number, RenameBody, SandboxId
+from forkd.daemon.render import render_file
+from forkd.daemon.route import Raw, RawBody, route
+from forkd.daemon.routes.guest import guest
+from forkd.daemon.streams import BYTES, STALL_S, Pieces, stalled
+from forkd.runtime.child import Turn
+from forkd.wire.api import FileInfo, FileListing, FileWritten
 
 
-@router.get(
-    "/v1/sandboxes/{id}/files",
-    response_class=Response,
-    responses=_CONTENT | errors(*GUEST),
-    openapi_extra=takes_path(),
-)
-async def read_file(request: Request, id: Id, offset: Number = 0, length: OptionalNumber = None) -> Response:
-    content = _read(call_of(request), id, parse_path(request), offset, length)
-    # The first piece decides between an answer with a status and one that has begun.
-    async with while_connected(call_of(request).link, request.receive):
-        first = await _next(content)
-    return Content(first, content)
-
-
-@router.put(
-    "/v1/sandboxes/{id}/files",
-    response_model=schemas.Written,
-    responses=errors(*GUEST),
-    openapi_extra={**takes_path(), **takes_raw()},
-)
-async def write_file(
-    request: Request,
-    id: Id,
-    mode: Annotated[str | None, Query(pattern="^[0-7]{1,4}$")] = None,
-    append: Flag = False,
-) -> Response:
-    call, path = call_of(request), parse_path(request)
-    try:
-        async with asyncio.timeout(STALL_S) as stall:
-            async with while_connected(call.link, request.receive, watching=False) as tie:
-                async with (
-                    call.fleet.use(id) as live,
-                    turn(live, Kind.CALL),
-                    aclosing(_send_on(request, stall, tie)) as body,
-                ):
-                    size = await live.agent.write_file(path, body, mode=parse_mode(mode), parents=True, append=append)
-    except TimeoutError:
-        raise _stalled() from None
-    return Json({"path": path, "size": size})
-
-
-@router.delete("/v1/sandboxes/{id}/files", status_code=204, responses=errors(*GUEST), openapi_extra=takes_path())
-async def remove_file(request: Request, id: Id, recursive: Flag = False) -> Response:
-    path = parse_path(request)
-    async with guest(request, id, GRACE_S) as live:
-        await live.agent.remove(path, recursive=recursive)
-    return Response(status_code=204)
-
-
-@router.get(
-    "/v1/sandboxes/{id}/files/stat",
-    response_model=schemas.File,
-    responses=errors(*GUEST),
-    openapi_extra=takes_path(),
-)
-async def stat_file(request: Request, id: Id) -> Response:
-    path = parse_path(request)
-    async with guest(request, id, GRACE_S) as live:
-        return Json(render_file(await live.agent.stat(path), path))
-
-
-@router.get(
-    "/v1/sandboxes/{id}/files/list",
-    response_model=schemas.FileListing,
-    responses=errors(*GUEST),
-    openapi_extra=takes_path(),
-)
-async def list_files(request: Request, id: Id) -> Response:
-    path = parse_path(request)
-    async with guest(request, id, GRACE_S) as live:
-        listing = await live.agent.list_dir(path)
-    above = path.rstrip("/")
-    entries = [render_file(entry, f"{above}/{entry.name}") for entry in listing.entries]
-    return Json({"entries": entries, "truncated": listing.truncated})
-
-
-@router.post(
-    "/v1/sandboxes/{id}/files/mkdir",
-    status_code=204,
-    responses=errors(*GUEST, *BODY),
-    openapi_extra=takes(MkdirBody),
-)
-async def make_directory(request: Request, id: Id) -> Response:
-    body = await read_model(request, MkdirBody)
-    async with guest(request, id, GRACE_S) as live:
-        await live.agent.mkdir(body.path, mode=int(body.mode, 8), parents=body.parents)
-    return Response(status_code=204)
-
-
-@router.post(
-    "/v1/sandboxes/{id}/files/rename",
-    status_code=204,
-    responses=errors(*GUEST, *BODY),
-    openapi_extra=takes(RenameBody),
-)
-async def rename_file(request: Request, id: Id) -> Response:
-    body = await read_model(request, RenameBody)
-    async with guest(request, id, GRACE_S) as live:
-        await live.agent.rename(body.path, body.to)
-    return Response(status_code=204)
-
-
-async def _send_on(request: Request, stall: asyncio.Timeout, tie: while_connected) -> AsyncGenerator[bytes, None]:
-    """The body, as it comes; each piece gives the guest a new span of time to take it."""
-    async for data in iterate_body(request):
-        stall.reschedule(asyncio.get_running_loop().time() + STALL_S)
-        yield data
-    tie.watch()
-
-
-async def _next(content: AsyncGenerator[bytes, None]) -> bytes:
-    """The next piece, nothing at the end."""
-    try:
-        async with asyncio.timeout(STALL_S):
-            return await anext(content, b"")
-    except TimeoutError:
-        raise _stalled() from None
-
-
-def _stalled() -> GuestTimeout:
-    return GuestTimeout(f"Nothing of the file moved for {STALL_S:g} s")
-
-
-async def _read(call: Call, id: str, path: str, offset: int, length: int | None) -> AsyncGenerator[bytes, None]:
-    async with call.fleet.use(id) as live, turn(live, Kind.CALL):
+@route("GET", "/v1/sandboxes/{id}/files", gives=Raw(BYTES, "The content"), guest=True, plus=True)
+async def read_file(
+    call: Call, id: SandboxId, path: FilePath, offset: Number = 0, length: Number | None = None
+) -> Pieces:
+    """A file, or `length` bytes of it from `offset` on."""
+    async with call.runtime.sandboxes.use(id) as live, live.turn(Turn.CALL):
         async with aclosing(live.agent.read_file_stream(path, offset=offset, length=length)) as pieces:
             async for data in pieces:
                 yield data
 
 
-class Content(Response):
-    """Of unknown length. One that breaks off is broken off: it must not look complete."""
+@route("PUT", "/v1/sandboxes/{id}/files", takes=RawBody(), guest=True, plus=True)
+async def write_file(
+    call: Call,
+    id: SandboxId,
+    path: FilePath,
+    body: AsyncGenerator[bytes, None],
+    mode: Mode | None = None,
+    append: Flag = False,
+) -> FileWritten:
+    """Of any size; `mode` in octal digits. Parents are made. The file appears when it is complete."""
+    octal = None if mode is None else int(mode, 8)
+    try:
+        async with asyncio.timeout(STALL_S) as stall, call.while_connected(watching=False) as tie:
+            async with (
+                call.runtime.sandboxes.use(id) as live,
+                live.turn(Turn.CALL),
+                aclosing(_send_on(body, stall, tie)) as sent,
+            ):
+                size = await live.agent.write_file(path, sent, mode=octal, parents=True, append=append)
+    except TimeoutError:
+        raise stalled() from None
+    return {"path": path, "size": size}
 
-    media_type = "application/octet-stream"
 
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(None, 200)
-        del self.headers["content-length"]
-        self._first = first
-        self._rest = rest
+@route("DELETE", "/v1/sandboxes/{id}/files", guest=True, plus=True)
+async def remove_file(call: Call, id: SandboxId, path: FilePath, recursive: Flag = False) -> None:
+    """A directory that is not empty needs `?recursive=true`."""
+    async with guest(call, id) as live:
+        await live.agent.remove(path, recursive=recursive)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        call: Call = scope[CALL]
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            async with while_connected(call.link, receive), aclosing(self._rest) as rest:
-                data = self._first
-                while data:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-                    data = await _next(rest)
-            await send({"type": "http.response.body", "body": b""})
-        except ClientGone:
-            call.link.abort()
-        except ForkdError as error:
-            call.code = error.code
-            call.link.abort()
+
+@route("GET", "/v1/sandboxes/{id}/files/stat", guest=True, plus=True)
+async def stat_file(call: Call, id: SandboxId, path: FilePath) -> FileInfo:
+    """Of a symlink itself."""
+    async with guest(call, id) as live:
+        return render_file(await live.agent.stat(path), path)
+
+
+@route("GET", "/v1/sandboxes/{id}/files/list", guest=True, plus=True)
+async def list_files(call: Call, id: SandboxId, path: FilePath) -> FileListing:
+    """`{"entries": [FileInfo], "truncated": bool}`."""
+    async with guest(call, id) as live:
+        listing = await live.agent.list_dir(path)
+    above = path.rstrip("/")
+    entries = [render_file(entry, f"{above}/{entry.name}") for entry in listing.entries]
+    return {"entries": entries, "truncated": listing.truncated}
+
+
+@route("POST", "/v1/sandboxes/{id}/files/mkdir", guest=True, plus=True)
+async def make_directory(call: Call, id: SandboxId, body: MkdirBody) -> None:
+    """Defaults: `parents` true, `mode` `"755"`."""
+    async with guest(call, id) as live:
+        await live.agent.mkdir(body.path, mode=int(body.mode, 8), parents=body.parents)
+
+
+@route("POST", "/v1/sandboxes/{id}/files/rename", guest=True, plus=True)
+async def rename_file(call: Call, id: SandboxId, body: RenameBody) -> None:
+    """Within the guest."""
+    async with guest(call, id) as live:
+        await live.agent.rename(body.path, body.to)
+
+
+async def _send_on(body: AsyncGenerator[bytes, None], stall: asyncio.Timeout, tie: while_connected) -> Pieces:
+    """The body, as it arrives; each piece gives the guest new time to take it."""
+    async for data in body:
+        stall.reschedule(asyncio.get_running_loop().time() + STALL_S)
+        yield data
+    tie.watch()

@@ -3,191 +3,114 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
-from fastapi import APIRouter
-from starlette.requests import Request
 from starlette.responses import Response
 
-from forkd.daemon import logs, schemas
-from forkd.daemon.bodies import CommandBody, EvalBody, ExecBody
-from forkd.daemon.client import while_connected
+from forkd.daemon import logs
+from forkd.daemon.call import Call
 from forkd.daemon.errors import ErrorResponse, error_body
-from forkd.daemon.openapi import BODY, GUEST, errors, gives_events, takes
-from forkd.daemon.reading import read_model
-from forkd.daemon.render import Json, render_eval, render_exec, render_output
-from forkd.daemon.routes.parameters import Id
-from forkd.daemon.sse import EventStream, render_event
-from forkd.daemon.state import Call, call_of
-from forkd.daemon.turns import Kind, turn
+from forkd.daemon.inputs import CommandBody, EvalBody, ExecBody, SandboxId
+from forkd.daemon.render import render_data, render_eval, render_exec, render_exit, render_output
+from forkd.daemon.route import Raw, route
+from forkd.daemon.streams import EVENTS, Pieces, render_event
 from forkd.errors import GuestTimeout, InvalidInput
 from forkd.guest.files import check_path
-from forkd.guest.results import EvalResult
-from forkd.runtime.live import LiveSandbox
+from forkd.guest.results import CommandResult, EvalResult
+from forkd.runtime.child import LiveSandbox, Turn
+from forkd.wire.api import EvalResponse, ExecResponse, PingResponse
 
-router = APIRouter()
-
-# Beyond the guest's own deadline: to be reached, to start, to be killed and to say so. Then nobody waits any more.
+# Beyond the guest's own deadline: to reach it, to start, to kill and to report. Then we stop waiting.
 GRACE_S = 60.0
 PING_S = 10.0
 MAX_BACKLOG_BYTES = 4 * 1024 * 1024
 
 
 @asynccontextmanager
-async def guest(request: Request, id: str, limit_s: float, kind: Kind = Kind.CALL) -> AsyncIterator[LiveSandbox]:
-    """The sandbox's agent, when it is our turn, for as long as the client is there and `limit_s` allows."""
-    call = call_of(request)
+async def guest(call: Call, id: str, limit_s: float = GRACE_S, kind: Turn = Turn.CALL) -> AsyncIterator[LiveSandbox]:
+    """The sandbox, when it is our turn, for as long as the client is there and `limit_s` allows."""
     try:
-        async with asyncio.timeout(limit_s), while_connected(call.link, request.receive):
-            async with call.fleet.use(id) as live, turn(live, kind):
+        async with asyncio.timeout(limit_s), call.while_connected():
+            async with call.runtime.sandboxes.use(id) as live, live.turn(kind):
                 logs.sandbox_id.set(live.id)
                 yield live
     except TimeoutError:
         raise GuestTimeout(f"The guest of {id} did not answer within {limit_s:g} s") from None
 
 
-@router.post("/v1/sandboxes/{id}/ping", response_model=schemas.Ping, responses=errors(*GUEST))
-async def ping_sandbox(request: Request, id: Id) -> Response:
-    async with guest(request, id, GRACE_S) as live:
+@route("POST", "/v1/sandboxes/{id}/ping", guest=True)
+async def ping_sandbox(call: Call, id: SandboxId) -> PingResponse:
+    """`pong` true, `numpy_version`, `pid`, `agent_lang` (`python`), `warmup_ready` true. No body."""
+    async with guest(call, id) as live:
         info = await live.agent.ping(deadline_s=PING_S)
-        version = await live.numpy_version.ask(live.agent)
-    pong = {"pong": True, "numpy_version": version, "pid": info.pid}
-    return Json(pong | {"agent_lang": "python", "warmup_ready": True})
+        version = await live.agent.numpy_version()
+    return {"pong": True, "numpy_version": version, "pid": info.pid, "agent_lang": "python", "warmup_ready": True}
 
 
-@router.post(
-    "/v1/sandboxes/{id}/exec",
-    response_model=schemas.Exec,
-    responses=errors(*GUEST, *BODY),
-    openapi_extra=takes(ExecBody),
-)
-async def exec_command(request: Request, id: Id) -> Response:
-    body = await read_model(request, ExecBody)
+@route("POST", "/v1/sandboxes/{id}/exec", guest=True)
+async def exec_command(call: Call, id: SandboxId, body: ExecBody) -> ExecResponse | Response:
+    """Run a command to its end."""
     begun = time.perf_counter()
-    async with guest(request, id, body.timeout_secs + GRACE_S, Kind.RUN) as live:
-        result = await live.agent.run(
-            parse_command(body),
-            input=_parse_input(body),
-            cwd=parse_cwd(body),
-            env=body.env,
-            user=body.user,
-            timeout_s=body.timeout_secs,
-        )
-    call_of(request).daemon.metrics.exec_s.observe(time.perf_counter() - begun)
+    async with guest(call, id, body.timeout_secs + GRACE_S, Turn.RUN) as live:
+        result = await live.agent.run(**parse_command(body), input=_parse_input(body), timeout_s=body.timeout_secs)
+    call.daemon.metrics.exec_s.observe(time.perf_counter() - begun)
     if result.timed_out:
         error = GuestTimeout(
             f"The command did not end within {body.timeout_secs:g} s and was killed",
             hint="Give it more time with timeout_secs, or start it as a process",
         )
-        return ErrorResponse(error, {"stdout": render_output(result.stdout), "stderr": render_output(result.stderr)})
-    return Json(render_exec(result))
+        return ErrorResponse(error, _render_outputs(result))
+    return render_exec(result)
 
 
-@router.post(
-    "/v1/sandboxes/{id}/eval",
-    response_model=schemas.Eval,
-    responses=errors(*GUEST, *BODY),
-    openapi_extra=takes(EvalBody),
-)
-async def eval_code(request: Request, id: Id) -> Response:
-    body = await read_model(request, EvalBody)
+@route("POST", "/v1/sandboxes/{id}/eval", guest=True)
+async def eval_code(call: Call, id: SandboxId, body: EvalBody) -> EvalResponse | Response:
+    """Evaluate in the warmed interpreter."""
     begun = time.perf_counter()
-    async with guest(request, id, body.timeout_secs + GRACE_S, Kind.RUN) as live:
+    async with guest(call, id, body.timeout_secs + GRACE_S, Turn.RUN) as live:
         result = await live.agent.eval(body.code, timeout_s=body.timeout_secs)
-    call_of(request).daemon.metrics.eval_s.observe(time.perf_counter() - begun)
-    if result.timed_out:
-        return ErrorResponse(_too_long(body), _timeout_more(result))
-    return Json(render_eval(result))
+    call.daemon.metrics.eval_s.observe(time.perf_counter() - begun)
+    return ErrorResponse(_too_long(body), _timeout_more(result)) if result.timed_out else render_eval(result)
 
 
-@router.post(
+@route(
+    "POST",
     "/v1/sandboxes/{id}/exec/stream",
-    response_class=Response,
-    responses=gives_events("start, stdout, stderr, then exit or error") | errors(*GUEST, *BODY),
-    openapi_extra=takes(ExecBody),
+    gives=Raw(EVENTS, "start, stdout, stderr, then exit or error"),
+    guest=True,
+    plus=True,
 )
-async def stream_command(request: Request, id: Id) -> Response:
-    body = await read_model(request, ExecBody)
-    return await _streamed(request, _stream_exec(call_of(request), id, body))
-
-
-@router.post(
-    "/v1/sandboxes/{id}/eval/stream",
-    response_class=Response,
-    responses=gives_events("stdout, stderr, then result or error") | errors(*GUEST, *BODY),
-    openapi_extra=takes(EvalBody),
-)
-async def stream_evaluation(request: Request, id: Id) -> Response:
-    body = await read_model(request, EvalBody)
-    return await _streamed(request, _stream_eval(call_of(request), id, body))
-
-
-def parse_command(body: CommandBody) -> str | list[str]:
-    if (body.args is None) == (body.shell is None):
-        raise InvalidInput("A command is either args or shell", hint='Send args, such as ["ls", "-l"]')
-    if body.args is not None:
-        if not body.args:
-            raise InvalidInput("The field args is empty", hint='Send the program and its arguments: ["ls", "-l"]')
-        return body.args
-    assert body.shell is not None
-    return body.shell
-
-
-def parse_cwd(body: CommandBody) -> str | None:
-    return None if body.cwd is None else check_path(body.cwd)
-
-
-def render_data(kind: str, data: bytes) -> bytes:
-    return render_event(kind, {"data": base64.b64encode(data).decode("ascii")})
-
-
-def render_exit(exit_code: int | None, signal: int | None, timed_out: bool) -> bytes:
-    return render_event("exit", {"exit_code": exit_code, "signal": signal, "timed_out": timed_out})
-
-
-async def _streamed(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
-    """With its first event at hand: until then, what is wrong is an answer with a status."""
-    async with while_connected(call_of(request).link, request.receive):
-        first = await anext(events)
-    return EventStream(_chained(first, events))
-
-
-async def _chained(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(events):
-        yield first
-        async for event in events:
-            yield event
-
-
-async def _stream_exec(call: Call, id: str, body: ExecBody) -> AsyncGenerator[bytes, None]:
+async def stream_command(call: Call, id: SandboxId, body: ExecBody) -> Pieces:
+    """The body of exec; output as it is written."""
     begun = time.perf_counter()
     given = _parse_input(body)
-    async with call.fleet.use(id) as live, turn(live, Kind.RUN):
-        process = await live.agent.start(
-            parse_command(body),
-            cwd=parse_cwd(body),
-            env=body.env,
-            user=body.user,
-            stdin=given is not None,
-            timeout_s=body.timeout_secs,
-        )
+    async with call.runtime.sandboxes.use(id) as live, live.turn(Turn.RUN):
+        process = await live.agent.start(**parse_command(body), stdin=given is not None, timeout_s=body.timeout_secs)
         async with process, process.fed(given):
             yield render_event("start", {"pid": process.pid})
             async for kind, data in process:
                 yield render_data(kind, data)
             result = await process.wait()
     call.daemon.metrics.exec_s.observe(time.perf_counter() - begun)
-    yield render_exit(result.exit_code, result.signal, result.timed_out)
+    yield render_exit(result)
 
 
-async def _stream_eval(call: Call, id: str, body: EvalBody) -> AsyncGenerator[bytes, None]:
+@route(
+    "POST",
+    "/v1/sandboxes/{id}/eval/stream",
+    gives=Raw(EVENTS, "stdout, stderr, then result or error"),
+    guest=True,
+    plus=True,
+)
+async def stream_evaluation(call: Call, id: SandboxId, body: EvalBody) -> Pieces:
+    """The body of eval; output as it is written."""
     begun = time.perf_counter()
     backlog = Backlog(MAX_BACKLOG_BYTES)
-    async with call.fleet.use(id) as live, turn(live, Kind.RUN):
+    async with call.runtime.sandboxes.use(id) as live, live.turn(Turn.RUN):
         task = asyncio.create_task(live.agent.eval(body.code, timeout_s=body.timeout_secs, on_output=backlog.add))
         task.add_done_callback(lambda _: backlog.close())
         try:
@@ -208,7 +131,7 @@ async def _stream_eval(call: Call, id: str, body: EvalBody) -> AsyncGenerator[by
 
 
 class Backlog:
-    """Output of an evaluation between guest and client. What a slow client leaves is dropped, and said."""
+    """Output of an evaluation between guest and client. What a slow client leaves is dropped, and told as a gap."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
@@ -258,8 +181,18 @@ def _too_long(body: EvalBody) -> GuestTimeout:
 
 
 def _timeout_more(result: EvalResult) -> dict[str, str | bool]:
-    return {
-        "stdout": render_output(result.stdout),
-        "stderr": render_output(result.stderr),
-        "interpreter_restarted": result.interpreter_restarted,
-    }
+    return {**_render_outputs(result), "interpreter_restarted": result.interpreter_restarted}
+
+
+def _render_outputs(result: CommandResult | EvalResult) -> dict[str, str]:
+    return {"stdout": render_output(result.stdout), "stderr": render_output(result.stderr)}
+
+
+def parse_command(body: CommandBody) -> dict[str, Any]:
+    """What starting it takes, by the names of the agent and of CommandSpec."""
+    if (body.args is None) == (body.shell is None):
+        raise InvalidInput("A command needs either args or shell", hint='Send args, such as ["ls", "-l"]')
+    if body.args == []:
+        raise InvalidInput("The field args is empty", hint='Send the program and its arguments: ["ls", "-l"]')
+    cwd = None if body.cwd is None else check_path(body.cwd)
+    return {"command": body.shell if body.args is None else body.args, "cwd": cwd, "env": body.env, "user": body.user}

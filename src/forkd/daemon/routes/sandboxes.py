@@ -1,4 +1,4 @@
-"""Sandboxes: forking, looking, ending, pausing."""
+"""Sandboxes: forking, looking, ending, pausing; and workspaces, which keep one under a name."""
 
 from __future__ import annotations
 
@@ -7,44 +7,53 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
-from fastapi import APIRouter, Header, Query
-from starlette.requests import Request
-from starlette.responses import Response
+from pydantic import Field
 
-from forkd.daemon import schemas
-from forkd.daemon.bodies import BranchBody, SpawnBody, TimeoutBody
+from forkd.daemon.call import Call
 from forkd.daemon.errors import with_status
-from forkd.daemon.openapi import BODY, NAMED, Responses, errors, gives, takes, with_header
-from forkd.daemon.reading import parse_model, read_json, read_model
-from forkd.daemon.render import Json, render_sandbox, render_spawned
-from forkd.daemon.routes.parameters import MAX_ID, Flag, Id, Limit, PageToken, next_page
-from forkd.daemon.state import call_of
+from forkd.daemon.inputs import (
+    MAX_ID,
+    Body,
+    BranchBody,
+    Flag,
+    Limit,
+    PageToken,
+    SandboxId,
+    ShortText,
+    SpawnBody,
+    SuspendBody,
+    Tag,
+    TagInPath,
+    TimeoutBody,
+    WorkspaceBody,
+)
+from forkd.daemon.render import next_page, render_sandbox, render_spawned, render_workspace, take_page
+from forkd.daemon.route import Answer, InHeader, Raw, route
 from forkd.errors import InvalidInput, Unsupported
 from forkd.model.names import parse_tag
 from forkd.model.sandbox import OnTimeout, SandboxSpec, State, check_pairs
 from forkd.runtime.registry import IdempotencyKey, SandboxQuery
-
-router = APIRouter()
+from forkd.runtime.workspaces import WorkspaceRecord
+from forkd.wire.api import SandboxInfo, WorkspaceInfo
 
 _MAX_KEY = 200
 _KEY = re.compile(r"[\x20-\x7e]{1,200}")
 _STATES = "|".join(state.value for state in State)
-_SPAWNED: Responses = {201: with_header("X-Forkd-Failed", "How many did not come up, with allow_partial")}
-_PAGE: Responses = {200: with_header("X-Next-Token", "page_token of the next page; absent on the last")}
 
 
-@router.get("/v1/sandboxes", response_model=schemas.list_of(schemas.Sandbox), responses={**_PAGE, **errors()})
+@route("GET", "/v1/sandboxes")
 async def list_sandboxes(
-    request: Request,
-    state: Annotated[str | None, Query(pattern=f"^({_STATES})$")] = None,
-    snapshot_tag: Annotated[str | None, Query(max_length=64)] = None,
-    label: Annotated[list[str] | None, Query()] = None,
-    metadata: Annotated[list[str] | None, Query()] = None,
-    limit: Limit = None,
-    page_token: PageToken = None,
-) -> Response:
+    call: Call,
+    state: Annotated[str, Field(pattern=f"^({_STATES})$")] | None = None,
+    snapshot_tag: ShortText | None = None,
+    label: list[str] | None = None,
+    metadata: list[str] | None = None,
+    limit: Limit | None = None,
+    page_token: PageToken | None = None,
+) -> Answer[list[SandboxInfo]]:
+    """Oldest first. **+** `?label=k=v` and `?metadata=k=v` may be repeated; all must match."""
     query = SandboxQuery(
         states=frozenset() if state is None else frozenset({State(state)}),
         snapshot_tag=None if snapshot_tag is None else parse_tag(snapshot_tag),
@@ -53,94 +62,144 @@ async def list_sandboxes(
         after=parse_page(page_token),
         limit=limit,
     )
-    records, after = call_of(request).fleet.find(query)
-    return Json([render_sandbox(record) for record in records], headers=next_page(after))
+    records, after = call.runtime.sandboxes.find(query)
+    return Answer([render_sandbox(record) for record in records], headers=next_page(after))
 
 
-@router.post(
+@route(
+    "POST",
     "/v1/sandboxes",
-    status_code=201,
-    response_model=schemas.list_of(schemas.Sandbox),
-    responses={**_SPAWNED, **errors(*NAMED, *BODY, 501, 502, 504)},
-    openapi_extra=takes(SpawnBody),
+    status=201,
+    headers={"X-Forkd-Failed": "How many did not come up, with allow_partial"},
+    errors=(404, 409, 501, 502, 504),
 )
 async def spawn_sandboxes(
-    request: Request,
+    call: Call,
+    body: SpawnBody,
     phases: Flag = False,
-    idempotency_key: Annotated[str | None, Header(max_length=_MAX_KEY)] = None,
-) -> Response:
-    call = call_of(request)
-    raw = await read_json(request)
-    spec = parse_spec(parse_model(raw, SpawnBody))
-    key = None if idempotency_key is None else parse_key(idempotency_key, call.token or "", raw)
+    idempotency_key: Annotated[str, Field(max_length=_MAX_KEY), InHeader()] | None = None,
+) -> Answer[list[SandboxInfo]]:
+    """Fork `n`."""
+    spec = parse_spec(body)
+    key = None if idempotency_key is None else parse_key(idempotency_key, call.token or "", call.json)
     begun = time.perf_counter()
-    spawned = await call.fleet.spawn(spec, key=key)
-    if spawned.fork_s:  # else these were made by the same request before
-        call.daemon.metrics.spawn_s.observe(time.perf_counter() - begun)
-        call.daemon.metrics.spawned.inc(len(spawned.records))
+    spawned = await call.runtime.spawn(spec, key=key)
+    metrics = call.daemon.metrics
+    if spawned.fork_s:  # else the same request made these before
+        metrics.spawn_s.observe(time.perf_counter() - begun)
+        metrics.spawned.inc(len(spawned.records))
     for way in spawned.ways:
-        call.daemon.metrics.forks.labels(way.value).inc()
+        metrics.forks.labels(way.value).inc()
     for took_s in spawned.contract_s:
-        call.daemon.metrics.identity_s.observe(took_s)
+        metrics.identity_s.observe(took_s)
     call.sandboxes += [record.id for record in spawned.records]
     headers = {"X-Forkd-Failed": str(spawned.failed)} if spawned.failed else {}
-    return Json(render_spawned(spawned, phases=phases), 201, headers)
+    return Answer(render_spawned(spawned, phases=phases), headers=headers)
 
 
-@router.get("/v1/sandboxes/{id}", response_model=schemas.Sandbox, responses=errors(404))
-async def get_sandbox(request: Request, id: Id) -> Response:
-    return Json(render_sandbox(call_of(request).fleet.get(id)))
+@route("GET", "/v1/sandboxes/{id}")
+async def get_sandbox(call: Call, id: SandboxId) -> SandboxInfo:
+    """Also a dead one, for ten minutes."""
+    return render_sandbox(call.runtime.sandboxes.get(id))
 
 
-@router.delete("/v1/sandboxes/{id}", status_code=204, responses=errors(*NAMED))
-async def kill_sandbox(request: Request, id: Id) -> Response:
-    await call_of(request).fleet.kill(id)
-    return Response(status_code=204)
+@route("DELETE", "/v1/sandboxes/{id}", errors=(409,))
+async def kill_sandbox(call: Call, id: SandboxId) -> None:
+    """Kill and forget it; the second time 404."""
+    await call.runtime.sandboxes.kill(id)
 
 
-@router.post("/v1/sandboxes/{id}/pause", response_model=schemas.Sandbox, responses=errors(*NAMED, 502, 504))
-async def pause_sandbox(request: Request, id: Id) -> Response:
-    return Json(render_sandbox(await call_of(request).fleet.pause(id)))
+@route("POST", "/v1/sandboxes/{id}/pause", errors=(409, 502, 504), plus=True)
+async def pause_sandbox(call: Call, id: SandboxId) -> SandboxInfo:
+    """May be repeated."""
+    return render_sandbox(await call.runtime.sandboxes.pause(id))
 
 
-@router.post("/v1/sandboxes/{id}/resume", response_model=schemas.Sandbox, responses=errors(*NAMED, 502, 504))
-async def resume_sandbox(request: Request, id: Id) -> Response:
-    return Json(render_sandbox(await call_of(request).fleet.resume(id)))
+@route("POST", "/v1/sandboxes/{id}/resume", errors=(409, 502, 504), plus=True)
+async def resume_sandbox(call: Call, id: SandboxId) -> SandboxInfo:
+    """May be repeated."""
+    return render_sandbox(await call.runtime.sandboxes.resume(id))
 
 
-@router.post(
-    "/v1/sandboxes/{id}/timeout",
-    response_model=schemas.Sandbox,
-    responses=errors(*NAMED, *BODY),
-    openapi_extra=takes(TimeoutBody),
-)
-async def set_sandbox_timeout(request: Request, id: Id) -> Response:
-    body = await read_model(request, TimeoutBody)
+@route("POST", "/v1/sandboxes/{id}/timeout", errors=(409,), plus=True)
+async def set_sandbox_timeout(call: Call, id: SandboxId, body: TimeoutBody) -> SandboxInfo:
+    """A number of seconds from now, or null: none; then `kill` or `pause`."""
     on_timeout = None if body.on_timeout is None else OnTimeout(body.on_timeout)
-    return Json(render_sandbox(call_of(request).fleet.set_timeout(id, body.timeout_secs, on_timeout)))
+    return render_sandbox(call.runtime.sandboxes.set_timeout(id, body.timeout_secs, on_timeout))
 
 
-@router.get(
+class NameBody(Body):
+    name: Tag | None
+
+
+@route("POST", "/v1/sandboxes/{id}/rename", errors=(409,), plus=True)
+async def rename_sandbox(call: Call, id: SandboxId, body: NameBody) -> SandboxInfo:
+    """A name that can be used in place of the id, or null: none. It is unique in this home."""
+    return render_sandbox(call.runtime.sandboxes.rename(id, body.name))
+
+
+@route(
+    "GET",
     "/v1/sandboxes/{id}/console",
-    response_class=Response,
-    responses=gives("text/plain", "The end of the guest's console") | errors(404),
+    gives=Raw("text/plain; charset=utf-8", "The end of the guest's console"),
+    plus=True,
 )
-async def read_console(request: Request, id: Id) -> Response:
-    text = call_of(request).fleet.console(id)
-    return Response(text.encode("utf-8", "replace"), media_type="text/plain; charset=utf-8")
+async def read_console(call: Call, id: SandboxId) -> bytes:
+    """The last 1 MiB of the guest's console; also of a dead one."""
+    return call.runtime.sandboxes.console(id).encode("utf-8", "replace")
 
 
-@router.post(
-    "/v1/sandboxes/{id}/branch",
-    status_code=501,
-    response_model=schemas.Error,
-    responses=errors(*NAMED, *BODY, 501),
-    openapi_extra=takes(BranchBody),
-)
-async def branch_sandbox(request: Request, id: Id) -> Response:
-    check_branch(await read_model(request, BranchBody))
-    call_of(request).fleet.get(id)
+@route("POST", "/v1/sandboxes/{id}/branch", errors=(409, 501))
+async def branch_sandbox(call: Call, id: SandboxId, body: BranchBody) -> NoReturn:
+    """Not built yet. The body is checked."""
+    check_branch(body)
+    call.runtime.sandboxes.get(id)
     raise Unsupported("A running sandbox cannot be branched yet", hint="Fork its snapshot again instead")
+
+
+@route("GET", "/v1/workspaces")
+async def list_workspaces(
+    call: Call, limit: Limit | None = None, page_token: PageToken | None = None
+) -> Answer[list[WorkspaceInfo]]:
+    """By name."""
+    page = [render_workspace(record) for record in call.runtime.workspaces.list()]
+    return take_page(sorted(page, key=lambda info: info["name"]), "name", limit, page_token)
+
+
+@route("POST", "/v1/workspaces", status=201, errors=(404, 409, 501, 502, 504))
+async def create_workspace(call: Call, body: WorkspaceBody) -> WorkspaceInfo:
+    """**+** takes all limits of [a spawn](#post-v1sandboxes)."""
+    return _render_workspace(call, await call.runtime.workspaces.create(body.name, body.snapshot_tag, body.limits()))
+
+
+@route("GET", "/v1/workspaces/{name}")
+async def get_workspace(call: Call, name: TagInPath) -> WorkspaceInfo:
+    """With its sandbox, when it has one."""
+    return _render_workspace(call, call.runtime.workspaces.get(name))
+
+
+@route("DELETE", "/v1/workspaces/{name}", errors=(409,))
+async def delete_workspace(call: Call, name: TagInPath) -> None:
+    """With its sandbox."""
+    await call.runtime.workspaces.remove(name)
+
+
+@route("POST", "/v1/workspaces/{name}/suspend", errors=(409, 502, 504))
+async def suspend_workspace(call: Call, name: TagInPath, body: SuspendBody) -> WorkspaceInfo:
+    """`{}` is enough. Pauses the VM, which stays in memory until BRANCH lands."""
+    return _render_workspace(call, await call.runtime.workspaces.suspend(name))
+
+
+@route("POST", "/v1/workspaces/{name}/resume", errors=(409, 501, 502, 504))
+async def resume_workspace(call: Call, name: TagInPath) -> WorkspaceInfo:
+    """Continues; a stale one starts again from its source."""
+    return _render_workspace(call, await call.runtime.workspaces.resume(name))
+
+
+def _render_workspace(call: Call, record: WorkspaceRecord) -> WorkspaceInfo:
+    if record.live_sandbox_id is not None:
+        call.sandboxes.append(record.live_sandbox_id)
+    return render_workspace(record)
 
 
 def check_branch(body: BranchBody) -> None:
@@ -149,11 +208,11 @@ def check_branch(body: BranchBody) -> None:
         if tag is not None:
             parse_tag(tag)
     if body.mode is not None and (body.diff or body.live):
-        raise InvalidInput("mode goes with neither diff nor live")
+        raise InvalidInput("mode excludes diff and live")
     if body.measure_diff + (body.diff or body.mode == "diff") + (body.live or body.mode == "live") > 1:
-        raise InvalidInput("Only one of measure_diff, diff and live can be asked for")
+        raise InvalidInput("measure_diff, diff and live exclude each other")
     if not body.wait and not (body.live or body.mode == "live"):
-        raise InvalidInput("Only a live branch can be asked for without waiting")
+        raise InvalidInput("wait=false needs a live branch")
     if body.parent_tag is not None and not (body.diff or body.mode == "diff"):
         raise InvalidInput("parent_tag needs a diff")
 
@@ -179,7 +238,7 @@ def parse_spec(body: SpawnBody) -> SandboxSpec:
 
 def parse_key(key: str, owner: str, raw: Any) -> IdempotencyKey:
     if _KEY.fullmatch(key) is None:
-        raise InvalidInput(f"Idempotency-Key is of 1 to {_MAX_KEY} printable ASCII characters")
+        raise InvalidInput(f"Idempotency-Key must be 1 to {_MAX_KEY} printable ASCII characters")
     canonical = json.dumps(raw, sort_keys=True, separators=(",", ":"))
     return IdempotencyKey(key, owner, hashlib.sha256(canonical.encode()).hexdigest())
 
@@ -188,7 +247,7 @@ def parse_page(token: str | None) -> int:
     if token is None:
         return 0
     if not (token.isascii() and token.isdigit() and len(token) < 20 and int(token) <= MAX_ID):
-        raise InvalidInput("This page_token is none of ours", hint="Take it from the header X-Next-Token")
+        raise InvalidInput("Invalid page_token: not issued by this daemon", hint="Take it from the header X-Next-Token")
     return int(token)
 
 
@@ -197,7 +256,7 @@ def parse_pairs(texts: Sequence[str], what: str) -> dict[str, str]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise InvalidInput(f"A filter by {what} is name=value")
+            raise InvalidInput(f"?{what}= takes NAME=VALUE, got {ascii(text)[:70]}")
         pairs[name] = value
     check_pairs(pairs, what)
     return pairs

@@ -1,0 +1,29 @@
+"""The engine `firecracker`: when it runs on a host, and how it is opened."""
+
+from __future__ import annotations
+
+from forkd.engines.base import Engine, Entry, Findings, Verdict
+from forkd.host.finding import Status
+
+_JAILED = "a virtual machine each, under KVM, in a jail of Firecracker's"
+_NOT_JAILED = "a virtual machine each, under KVM, confined by Firecracker's seccomp but by no jail"
+
+
+def judge(found: Findings, asked: bool) -> Verdict:
+    """A Firecracker that is only doubtful runs when it was asked for."""
+    doubtful = (Status.OK, Status.WARN)
+    enough = {"kvm": (Status.OK,), "firecracker": doubtful if asked else (Status.OK,), "jailer": doubtful}
+    for name, statuses in enough.items():
+        if found.status(name) not in statuses:
+            return Verdict(f"{name}: {found.text(name)}", lack=name)
+    isolation = _JAILED if found.status("jailer") is Status.OK else _NOT_JAILED
+    return Verdict(", and KVM runs guests at speed", "kvm", isolation)
+
+
+def _open(accelerator: str | None, outlive: bool) -> Engine:
+    from forkd.engines.firecracker.engine import FirecrackerEngine
+
+    return FirecrackerEngine(outlive=outlive)
+
+
+ENTRY = Entry("firecracker", ("kvm", "firecracker", "jailer"), judge, _open)

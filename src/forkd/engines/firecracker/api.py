@@ -9,13 +9,15 @@ import asyncio
 import contextlib
 import json
 import re
+import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forkd.engines.firecracker.plan import Call
-from forkd.engines.sockets import connected_socket
-from forkd.errors import EngineFailed
+from forkd.engines.machine import connected_socket
+from forkd.errors import EngineFailed, GuestTimeout
 
 START_DEADLINE_S = 60.0
 MAX_HEAD_BYTES = 16 * 1024
@@ -23,7 +25,12 @@ MAX_BODY_BYTES = 64 * 1024
 
 _FIRST_RETRY_S = 0.001
 _SLOWEST_RETRY_S = 0.05
+_FIRST_VSOCK_RETRY_S = 0.002
+_SLOWEST_VSOCK_RETRY_S = 0.1
 _CLOSE_DEADLINE_S = 5.0
+_LONGEST_ANSWER = 32
+# Firecracker gives a guest 2 s to take a connection.
+_ANSWER_DEADLINE_S = 5.0
 _MAX_FAULT = 500
 _STATUS = re.compile(r"HTTP/1\.[01] ([2-5][0-9]{2})(?: |$)")
 
@@ -69,7 +76,7 @@ class Api:
                 raise EngineFailed(f"Firecracker hung up during {call}") from error
             except ValueError as error:
                 await self.close()
-                raise EngineFailed(f"Firecracker's answer to {call} is none: {error}") from error
+                raise EngineFailed(f"Firecracker's answer to {call} is invalid: {error}") from error
             except BaseException:
                 # What is still to come would be taken for the next call's answer.
                 await self.close()
@@ -128,13 +135,13 @@ def parse_head(head: bytes) -> _Head:
     first, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
     status = _STATUS.match(first)
     if status is None:
-        raise ValueError("it does not begin as HTTP does")
+        raise ValueError("it does not start with an HTTP status line")
     fields = [(name.strip().lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
     if any(name == "transfer-encoding" for name, _ in fields):
         raise ValueError("it has no length")
     lengths = [value for name, value in fields if name == "content-length"]
     if len(lengths) > 1 or not all(re.fullmatch("[0-9]{1,9}", value) for value in lengths):
-        raise ValueError("it does not say its length")
+        raise ValueError("its Content-Length is invalid")
     length = int(lengths[0]) if lengths else 0
     if length > MAX_BODY_BYTES:
         raise ValueError(f"it is {length} bytes long")
@@ -162,3 +169,42 @@ def _describe_fault(status: int, answer: object) -> str:
         return f"status {status}"
     text = "".join(c if c.isprintable() else " " for c in fault.strip())
     return text if len(text) <= _MAX_FAULT else text[:_MAX_FAULT] + "..."
+
+
+async def open_stream(path: Path, port: int, deadline_s: float) -> socket.socket:
+    """A stream to the agent through vsock: a unix socket where one names a port of the guest first.
+
+    Waits until a process in the guest listens on `port`. Raises GuestTimeout, EngineFailed.
+    """
+    deadline, pause_s = time.monotonic() + deadline_s, _FIRST_VSOCK_RETRY_S
+    while True:
+        try:
+            return await _try_open(path, port)
+        except (OSError, EOFError, TimeoutError) as error:
+            if time.monotonic() > deadline:
+                raise GuestTimeout(f"The guest's agent took no connection within {deadline_s:g} s") from error
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _SLOWEST_VSOCK_RETRY_S)
+
+
+async def _try_open(path: Path, port: int) -> socket.socket:
+    sock = connected_socket(path)
+    try:
+        async with asyncio.timeout(_ANSWER_DEADLINE_S):
+            loop = asyncio.get_running_loop()
+            await loop.sock_sendall(sock, b"CONNECT %d\n" % port)
+            answer = b""
+            while not answer.endswith(b"\n"):
+                # One by one: what follows the line is the agent's.
+                byte = await loop.sock_recv(sock, 1)
+                if not byte:
+                    raise EOFError("Firecracker hung up: no process listens in the guest")
+                answer += byte
+                if len(answer) > _LONGEST_ANSWER:
+                    raise EngineFailed(f"Firecracker's vsock answered more than {_LONGEST_ANSWER} bytes")
+        if not answer.startswith(b"OK "):
+            raise EngineFailed(f"Firecracker's vsock answered {answer.decode('ascii', 'replace')!a}")
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -10,21 +10,27 @@ from pathlib import Path
 
 from forkd.engines.base import BootSpec, Frozen, Machine, Phases, WithoutLiveForks
 from forkd.engines.firecracker.api import Api
-from forkd.engines.firecracker.binary import can_override_taps, check_platform, render_platform
-from forkd.engines.firecracker.jail import API_SOCKET, Given, Seat
+from forkd.engines.firecracker.jail import API_SOCKET, Given, Slot
 from forkd.engines.firecracker.machine import FirecrackerMachine
-from forkd.engines.firecracker.plan import render_boot, render_freeze, render_load
+from forkd.engines.firecracker.plan import (
+    can_override_taps,
+    check_platform,
+    render_boot,
+    render_freeze,
+    render_load,
+    render_platform,
+)
 from forkd.engines.firecracker.vmlinux import extract_elf
 from forkd.engines.machine import CONSOLE, found_process, grouped, made_directory
 from forkd.host.cgroup import find_group
-from forkd.host.cpu import read_cpuinfo
 from forkd.host.files import dig_holes
 from forkd.host.firecracker import find_binaries
 from forkd.host.marked import Marked, render_environment
 from forkd.host.process import spawn
+from forkd.host.system import read_cpuinfo
 from forkd.host.tap import has_tun
 from forkd.host.threads import in_thread
-from forkd.model.limits import NO_LIMITS, Limits
+from forkd.model.machine import NO_LIMITS, Limits
 
 _log = logging.getLogger(__name__)
 
@@ -57,8 +63,8 @@ class FirecrackerEngine(WithoutLiveForks):
             _log.warning("Firecracker runs without a jail, as only root can make one: KVM and seccomp still hold")
 
     async def boot(self, spec: BootSpec, directory: Path, memory_in: Path) -> Machine:
-        seat = Seat(directory, self._jails)
-        tap = self._tap(seat)
+        slot = Slot(directory, self._jails)
+        tap = self._tap(slot)
         calls = render_boot(spec, _KERNEL, _INITRD, _ROOT, tap)
         kernel = await in_thread(lambda: extract_elf(spec.kernel.read_bytes()))
         with made_directory(directory):
@@ -70,7 +76,7 @@ class FirecrackerEngine(WithoutLiveForks):
                 _OUT: Given(memory_in, writable=True),
             }
             max_file_bytes = spec.machine.memory_mib * _MIB + _MAX_STATE_BYTES
-            machine = self._start(seat, given, NO_LIMITS, max_file_bytes, parent=True)
+            machine = self._start(slot, given, NO_LIMITS, max_file_bytes, parent=True)
         machine.start(calls, tap)
         return machine
 
@@ -98,19 +104,19 @@ class FirecrackerEngine(WithoutLiveForks):
             STATE_FILE: Given(frozen.directory / STATE_FILE),
             MEMORY_FILE: Given(frozen.directory / MEMORY_FILE),
         }
-        seat = Seat(directory, self._jails)
+        slot = Slot(directory, self._jails)
         with made_directory(directory):
-            machine = self._start(seat, given, limits, _MAX_CONSOLE_BYTES, parent=False)
-        tap = self._tap(seat)
+            machine = self._start(slot, given, limits, _MAX_CONSOLE_BYTES, parent=False)
+        tap = self._tap(slot)
         machine.start([render_load(STATE_FILE, MEMORY_FILE, tap)], tap)
         return machine
 
     async def adopt(self, directory: Path, leader: Marked | None = None) -> Machine:
-        seat = Seat.found(directory)
+        slot = Slot.found(directory)
         async with found_process(directory, leader) as process:
-            api = Api(seat.root / API_SOCKET)
+            api = Api(slot.root / API_SOCKET)
             group, phases = find_group(directory), Phases(time.monotonic())
-            machine = FirecrackerMachine(seat, process, phases, api, group=group)
+            machine = FirecrackerMachine(slot, process, phases, api, group=group)
             try:
                 await machine.take_up()
             except BaseException:
@@ -118,24 +124,24 @@ class FirecrackerEngine(WithoutLiveForks):
                 raise
             return machine
 
-    def _tap(self, seat: Seat) -> str | None:
-        return seat.tap if self._network else None
+    def _tap(self, slot: Slot) -> str | None:
+        return slot.tap if self._network else None
 
     def _start(
-        self, seat: Seat, given: Mapping[str, Given], limits: Limits, max_file_bytes: int, *, parent: bool
+        self, slot: Slot, given: Mapping[str, Given], limits: Limits, max_file_bytes: int, *, parent: bool
     ) -> FirecrackerMachine:
-        phases, directory = Phases(time.monotonic()), seat.directory
-        seat.furnish(given)
+        phases, directory = Phases(time.monotonic()), slot.directory
+        slot.furnish(given)
         files = [thing.path for thing in given.values()]
-        with grouped(directory, limits, files, always=seat.jailed) as group:
+        with grouped(directory, limits, files, always=slot.jailed) as group:
             process = spawn(
-                seat.render_command(self._binaries, max_file_bytes),
+                slot.render_command(self._binaries, max_file_bytes),
                 output=directory / CONSOLE,
                 env=render_environment(directory),
                 cwd=directory,
-                max_file_bytes=None if seat.jailed else max_file_bytes,
+                max_file_bytes=None if slot.jailed else max_file_bytes,
                 outlive=self._outlive and not parent,
                 group=group,
             )
-        api = Api(seat.root / API_SOCKET)
-        return FirecrackerMachine(seat, process, phases, api, group=group, parent=parent)
+        api = Api(slot.root / API_SOCKET)
+        return FirecrackerMachine(slot, process, phases, api, group=group, parent=parent)

@@ -51,7 +51,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Seat:
+class Slot:
     """`jails` is what the jailer calls the directory of its jails: after the program in them. None: no jail."""
 
     directory: Path
@@ -63,11 +63,11 @@ class Seat:
 
     @property
     def root(self) -> Path:
-        """What is a relative name for Firecracker, is in here for us."""
+        """The directory that Firecracker's relative names are in."""
         return self.directory / self.jails / self.directory.name / "root" if self.jails else self.directory
 
     @classmethod
-    def found(cls, directory: Path) -> Seat:
+    def found(cls, directory: Path) -> Slot:
         """Of one that was started already."""
         jails = (path.parent.parent.name for path in directory.glob(f"*/{directory.name}/root"))
         return cls(directory, next(jails, None))
@@ -79,7 +79,7 @@ class Seat:
 
     @property
     def tap(self) -> str:
-        """In a network namespace of its own any name would do; one that is nobody else's can also be moved out."""
+        """In a network namespace of its own any name would do; a unique one can also be moved out."""
         return f"fd{hashlib.sha256(os.fsencode(self.directory)).hexdigest()[:12]}"
 
     def furnish(self, given: Mapping[str, Given]) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
 from forkd.engines.base import ExitReason, Phases, tail_of
-from forkd.engines.firecracker.api import Api
-from forkd.engines.firecracker.jail import VMM_LOG, Seat
+from forkd.engines.firecracker.api import Api, open_stream
+from forkd.engines.firecracker.jail import VMM_LOG, Slot
 from forkd.engines.firecracker.plan import (
     AGENT_VSOCK_PORT,
     Call,
@@ -22,14 +22,12 @@ from forkd.engines.firecracker.plan import (
     render_pause,
     render_resume,
 )
-from forkd.engines.firecracker.vsock import open_stream
-from forkd.engines.machine import ProcessMachine, is_dying, parse_exit
-from forkd.engines.sockets import AGENT_SOCKET
+from forkd.engines.machine import AGENT_SOCKET, ProcessMachine, is_dying, parse_exit
 from forkd.errors import EngineFailed, GuestDied
 from forkd.host.cgroup import Group
 from forkd.host.marked import kill_marked
-from forkd.host.memory import start_time_ticks
 from forkd.host.process import KILL_DEADLINE_S, ExitStatus, WatchedProcess, children_of, take_over
+from forkd.host.system import start_time_ticks
 from forkd.host.tap import make_tap
 from forkd.host.threads import in_thread
 
@@ -46,7 +44,7 @@ T = TypeVar("T")
 class FirecrackerMachine(ProcessMachine):
     def __init__(
         self,
-        seat: Seat,
+        slot: Slot,
         process: WatchedProcess,
         phases: Phases,
         api: Api,
@@ -56,8 +54,8 @@ class FirecrackerMachine(ProcessMachine):
         paused: bool = False,
     ) -> None:
         """`process` is the keeper of a jail, or Firecracker. `parent`: it boots, and is to be frozen."""
-        super().__init__(seat.directory, process, phases, group=group, paused=paused)
-        self._seat = seat
+        super().__init__(slot.directory, process, phases, group=group, paused=paused)
+        self._slot = slot
         self._api = api
         self._parent = parent
         self._first: WatchedProcess | None = None  # in the pid namespace of a jail: what ends it ends all
@@ -77,7 +75,7 @@ class FirecrackerMachine(ProcessMachine):
         await self.reach_api()
         self.phases.mark("process start", time.monotonic())
         if tap is not None:
-            await in_thread(lambda: make_tap(tap, self.pid, self._seat.owner))
+            await in_thread(lambda: make_tap(tap, self.pid, self._slot.owner))
         for call in calls:
             await self.ask(call)
         if not self._parent:
@@ -86,7 +84,7 @@ class FirecrackerMachine(ProcessMachine):
     async def reach_api(self) -> None:
         """Raises GuestDied, EngineFailed."""
         await self._answered("its start", self._api.connect())
-        if self._seat.jailed:
+        if self._slot.jailed:
             self._find_inside()
 
     async def take_up(self) -> None:
@@ -94,7 +92,7 @@ class FirecrackerMachine(ProcessMachine):
         await self.reach_api()
         self._paused = parse_paused(await self.ask(render_look()))
         try:
-            found = stat.S_ISSOCK((self._seat.root / AGENT_SOCKET).lstat().st_mode)
+            found = stat.S_ISSOCK((self._slot.root / AGENT_SOCKET).lstat().st_mode)
         except OSError:
             found = False
         if not found:
@@ -133,7 +131,7 @@ class FirecrackerMachine(ProcessMachine):
     async def _reach_agent(self) -> socket.socket:
         await self.running()
         patience_s = _BOOT_PATIENCE_S if self._parent else _PATIENCE_S
-        opening = open_stream(self._seat.root / AGENT_SOCKET, AGENT_VSOCK_PORT, patience_s)
+        opening = open_stream(self._slot.root / AGENT_SOCKET, AGENT_VSOCK_PORT, patience_s)
         sock = await self._answered("connecting to the agent", opening)
         if self._parent:
             self._forget_stream()
@@ -180,7 +178,7 @@ class FirecrackerMachine(ProcessMachine):
             async with asyncio.timeout(KILL_DEADLINE_S):
                 await asyncio.shield(self._first.exited)
         await super()._end_process()
-        if self._seat.jailed and self._first is None:
+        if self._slot.jailed and self._first is None:
             await in_thread(lambda: kill_marked(self._directory))
         await self._let_go()
 
@@ -191,7 +189,7 @@ class FirecrackerMachine(ProcessMachine):
         await self._api.close()
 
     def _status(self, status: ExitStatus) -> ExitStatus:
-        if self._seat.jailed and status.code is not None and status.code > _SIGNALLED:
+        if self._slot.jailed and status.code is not None and status.code > _SIGNALLED:
             return ExitStatus(None, status.code - _SIGNALLED)
         return status
 
@@ -199,7 +197,7 @@ class FirecrackerMachine(ProcessMachine):
         return parse_exit(status, self.console_tail())
 
     def _vmm_output(self) -> str:
-        return tail_of(self._seat.root / VMM_LOG)
+        return tail_of(self._slot.root / VMM_LOG)
 
     def _last_words(self) -> str | None:
         """Of Firecracker, or of what failed before there was one; that is among what the guest wrote."""

@@ -1,4 +1,4 @@
-"""What Firecracker is asked over its API, call by call. Pure.
+"""What Firecracker is asked over its API, call by call, and what a frozen VM needs to find again. Pure.
 
 File names are those Firecracker meets in its own directory, never paths of the host: a snapshot remembers them, and
 in every child they mean the child's own.
@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from forkd.engines.base import BootSpec
-from forkd.engines.kernel_args import KERNEL_ARGS
-from forkd.engines.sockets import AGENT_SOCKET
+from forkd.engines.base import KERNEL_ARGS, BootSpec, check_same
+from forkd.engines.machine import AGENT_SOCKET
 from forkd.errors import EngineFailed, InvalidInput
+from forkd.host.firecracker import Binaries, parse_numbers
+from forkd.host.system import parse_cpu
 
 AGENT_VSOCK_PORT = 1024
 MAX_VCPUS = 32
@@ -21,6 +22,9 @@ MAX_VCPUS = 32
 ANSWER_DEADLINE_S = 60.0
 FREEZE_DEADLINE_S = 600.0
 
+# Firecracker promises device state within one version, and a guest has seen the CPU it ran on.
+_NEEDED = {"firecracker": "Firecracker", "cpu": "the CPU", "network": "the network"}
+_OLDEST_WITH_OVERRIDES = (1, 12)
 _NIC = "eth0"
 _GUEST_CID = 3  # the first that is free; each Firecracker has a vsock of its own
 # A reset through the keyboard controller is how a guest ends; the other parts of that controller are not looked for.
@@ -100,8 +104,28 @@ def render_look() -> Call:
 
 
 def parse_paused(answer: object) -> bool:
-    """From `render_look`. A VM that neither runs nor was paused is none that can be taken over."""
+    """From `render_look`. A VM that neither runs nor was paused cannot be taken over."""
     state = answer.get("state") if isinstance(answer, dict) else None
     if state not in ("Running", "Paused"):
         raise EngineFailed(f"Firecracker says that the VM is {state}", hint="Kill it and fork another")
     return bool(state == "Paused")
+
+
+def render_platform(binaries: Binaries, cpuinfo: str, kernel: str, *, network: bool) -> dict[str, str]:
+    """What a frozen VM must find again; `kernel`, the host's, is recorded only."""
+    return {
+        "firecracker": binaries.version,
+        "cpu": parse_cpu(cpuinfo),
+        "network": "tap" if network else "none",
+        "kernel": kernel,
+    }
+
+
+def can_override_taps(version: str) -> bool:
+    """Whether a child can be given another network interface of the host than its parent had."""
+    return parse_numbers(version) >= _OLDEST_WITH_OVERRIDES
+
+
+def check_platform(frozen: Mapping[str, str], here: Mapping[str, str]) -> None:
+    for key, what in _NEEDED.items():
+        check_same(what, frozen.get(key), here[key])

@@ -42,7 +42,7 @@ def extract_elf(bzimage: bytes) -> bytes:
     payload = find_payload(bzimage)
     (size,) = struct.unpack_from("<I", payload, len(payload) - _SIZE_BYTES)
     if size > MAX_KERNEL_BYTES:
-        raise _not_a_kernel(f"it says to be {size} bytes unpacked")
+        raise _not_a_kernel(f"it claims an unpacked size of {size} bytes")
     elf = _find_unpacker(payload)(payload, size)
     if len(elf) != size:
         raise _not_a_kernel(f"it does not unpack to the {size} bytes it names")
@@ -69,7 +69,7 @@ def _find_unpacker(payload: bytes) -> Callable[[bytes, int], bytes]:
     for magic, unpack in _UNPACKERS.items():
         if payload.startswith(magic):
             return unpack
-    raise _not_a_kernel("it is packed in a way that is not known")
+    raise _not_a_kernel("its compression is unknown")
 
 
 def _unpack_gzip(payload: bytes, size: int) -> bytes:

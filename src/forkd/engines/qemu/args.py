@@ -1,15 +1,22 @@
-"""The QEMU command line of a VM. Pure: what is rendered here is all that QEMU is told at start."""
+"""Which QEMU this host has, and the command line of a VM, which is all that QEMU is told at start."""
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from forkd.engines.base import BootSpec
-from forkd.engines.kernel_args import KERNEL_ARGS
+from forkd.engines.base import KERNEL_ARGS, BootSpec
+from forkd.errors import HostLacks
+from forkd.host.system import parse_cpu
 from forkd.model.machine import MachineSpec
 
 AGENT_PORT = "org.forkd.agent"
+_NAME = "qemu-system-x86_64"
+_VERSION_DEADLINE_S = 20.0
+_VERSION = re.compile(r"version (\S+)(?: \(([^)]*)\))?")
 
 # An emulated CPU does not speculate.
 _TCG_KERNEL_ARGS = "mitigations=off"
@@ -20,7 +27,7 @@ _TCG_BUFFER_SHARE = 8
 
 
 @dataclass(frozen=True)
-class Seat:
+class Slot:
     """What belongs to one VM process: its name, its console file, its two listening sockets."""
 
     name: str
@@ -38,12 +45,12 @@ class Ram:
 
 
 def render_args(
-    qemu: str, accelerator: str, spec: BootSpec, seat: Seat, ram: Ram, *, incoming: bool, spawn: str = "deny"
+    qemu: str, accelerator: str, spec: BootSpec, slot: Slot, ram: Ram, *, incoming: bool, spawn: str = "deny"
 ) -> list[str]:
     """`spawn`: whether QEMU's own filter denies new processes; `allow` where another one does, or is to be forked."""
     args = [
         qemu,
-        *("-name", f"forkd-{seat.name}"),
+        *("-name", f"forkd-{slot.name}"),
         *("-nodefaults", "-no-user-config", "-no-reboot"),
         *("-display", "none"),
         *("-sandbox", f"on,obsolete=deny,elevateprivileges=deny,spawn={spawn},resourcecontrol=deny"),
@@ -52,12 +59,12 @@ def render_args(
         *("-smp", str(spec.machine.vcpus)),
         *("-m", f"{spec.machine.memory_mib}M"),
         *("-object", _memory_object(ram, spec.machine.memory_mib)),
-        *("-chardev", f"file,id=console,path={_quoted(seat.console)},append=on"),
+        *("-chardev", f"file,id=console,path={_quoted(slot.console)},append=on"),
         *("-serial", "chardev:console"),
-        *("-chardev", f"socket,id=qmp,fd={seat.qmp_fd},server=on,wait=off"),
+        *("-chardev", f"socket,id=qmp,fd={slot.qmp_fd},server=on,wait=off"),
         *("-mon", "chardev=qmp,mode=control"),
         # wait=on: we connected before QEMU started, so it accepts at once and the guest never sees a disconnect.
-        *("-chardev", f"socket,id=agent,fd={seat.agent_fd},server=on,wait=on"),
+        *("-chardev", f"socket,id=agent,fd={slot.agent_fd},server=on,wait=on"),
         *("-device", "virtio-serial-pci,max_ports=2"),
         *("-device", f"virtserialport,chardev=agent,name={AGENT_PORT}"),
         *("-drive", f"file={_quoted(spec.root)},if=none,id=root,format=raw,readonly=on,file.locking=off"),
@@ -95,3 +102,40 @@ def _memory_object(ram: Ram, size_mib: int) -> str:
 def _quoted(path: Path) -> str:
     """QEMU's option syntax ends a value at a comma; a doubled comma is one."""
     return str(path).replace(",", ",,")
+
+
+@dataclass(frozen=True)
+class Binary:
+    path: str
+    version: str
+
+
+def find_binary() -> Binary:
+    path = shutil.which(_NAME)
+    if path is None:
+        raise HostLacks(f"{_NAME} is not installed", hint="Install the package qemu-system-x86")
+    return ask_binary(path)
+
+
+def ask_binary(path: str) -> Binary:
+    try:
+        result = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=_VERSION_DEADLINE_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise HostLacks(f"{path} does not run", hint="Reinstall the package qemu-system-x86") from error
+    return Binary(path, parse_version(result.stdout))
+
+
+def parse_version(text: str) -> str:
+    """The version with the distribution's revision: device state is only promised within one build."""
+    found = _VERSION.search(text)
+    if found is None:
+        raise HostLacks("QEMU did not say its version", hint="Reinstall the package qemu-system-x86")
+    return f"{found[1]} ({found[2]})" if found[2] else found[1]
+
+
+def render_platform(binary: Binary, accelerator: str, cpuinfo: str) -> dict[str, str]:
+    """What a frozen VM must find again. Emulated CPUs are the same on every host; with KVM the CPU is the host's."""
+    cpu = "emulated" if accelerator == "tcg" else parse_cpu(cpuinfo)
+    return {"qemu": binary.version, "accelerator": accelerator, "cpu": cpu}

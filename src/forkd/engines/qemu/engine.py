@@ -9,24 +9,19 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from forkd.engines.base import BootSpec, Frozen, Machine, Phases, check_same
-from forkd.engines.cpu_template import refuse_cpu_template
-from forkd.engines.machine import CONSOLE, grouped, made_directory
-from forkd.engines.qemu.args import Ram, Seat, render_args
-from forkd.engines.qemu.binary import Binary, find_binary, render_platform
-from forkd.engines.qemu.ends import VMM_LOG
+from forkd.engines.base import BootSpec, Frozen, Machine, Phases, check_same, refuse_cpu_template
+from forkd.engines.machine import AGENT_SOCKET, CONSOLE, connected_socket, grouped, listening_socket, made_directory
+from forkd.engines.qemu.args import Binary, Ram, Slot, find_binary, render_args, render_platform
 from forkd.engines.qemu.live_fork import finished_or_killed, fork_machine
-from forkd.engines.qemu.machine import QemuMachine, adopt
-from forkd.engines.qemu.monitor import QMP_SOCKET, Monitor
-from forkd.engines.qemu.state import Incoming
-from forkd.engines.sockets import AGENT_SOCKET, connected_socket, listening_socket
+from forkd.engines.qemu.machine import VMM_LOG, QemuMachine, adopt
+from forkd.engines.qemu.monitor import QMP_SOCKET, Incoming, Monitor
 from forkd.errors import Unsupported
 from forkd.host.cgroup import Group
-from forkd.host.cpu import read_cpuinfo
 from forkd.host.marked import Marked, render_environment
 from forkd.host.process import spawn
 from forkd.host.procfork.trial import find_lack
-from forkd.model.limits import NO_LIMITS, Limits
+from forkd.host.system import read_cpuinfo
+from forkd.model.machine import NO_LIMITS, Limits
 
 MEMORY_FILE = "memory"
 STATE_FILE = "state"
@@ -51,7 +46,7 @@ class QemuEngine:
     name = "qemu"
 
     def __init__(self, accelerator: str, *, outlive: bool = False, binary: Binary | None = None) -> None:
-        """`outlive`: forks go on when we end. Parents never do: who has not frozen one does not miss it."""
+        """`outlive`: forks go on when we end. Parents never do: one that is not frozen is of no use."""
         self._binary = binary or find_binary()
         self._accelerator = accelerator
         self._outlive = outlive
@@ -149,7 +144,7 @@ class QemuEngine:
                     self._binary.path,
                     self._accelerator,
                     spec,
-                    Seat(directory.name, directory / CONSOLE, agent.fileno(), qmp.fileno()),
+                    Slot(directory.name, directory / CONSOLE, agent.fileno(), qmp.fileno()),
                     ram,
                     incoming=not ram.shared,
                     spawn="allow" if forkable else "deny",

@@ -5,25 +5,59 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
+import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forkd.engines.base import Phases, Way
-from forkd.engines.machine import grouped, made_directory
-from forkd.engines.qemu.ends import AGENT, opened_ends
-from forkd.engines.qemu.fork_thread import ForkThread, Made, OnHeld
-from forkd.engines.qemu.machine import QemuMachine
-from forkd.engines.qemu.monitor import Monitor
-from forkd.engines.sockets import AGENT_SOCKET, reach
+from forkd.engines.machine import (
+    AGENT_SOCKET,
+    CONSOLE,
+    connect_to,
+    connected_socket,
+    grouped,
+    listening_socket,
+    made_directory,
+)
+from forkd.engines.qemu.machine import VMM_LOG, QemuMachine
+from forkd.engines.qemu.monitor import QMP_SOCKET, Monitor
 from forkd.errors import EngineFailed, NotForkable
+from forkd.host.cgroup import Group
+from forkd.host.marked import find_mark_place
 from forkd.host.process import WatchedProcess
-from forkd.model.limits import NO_LIMITS, Limits
+from forkd.host.procfork.blueprint import ForkPlan
+from forkd.host.procfork.child import Child, Holder
+from forkd.host.procfork.descriptors import Action, Choice, Descriptor, Ours
+from forkd.host.procfork.program import Call
+from forkd.host.procfork.ptrace import take_descriptor
+from forkd.host.procfork.registers import POLLS
+from forkd.model.machine import NO_LIMITS, Limits
+
+T = TypeVar("T")
+OnHeld = Callable[[], None]
+
+# How long a QEMU that stands still is kept at rest for its next fork.
+_LINGER_S = 0.1
+_MADVISE, _GETPPID, _PRCTL = 28, 110, 157
+_MADV_NOHUGEPAGE = 15
+_PR_SET_PDEATHSIG, _SIGKILL = 1, 9
+# Among its arguments: it may make no process, and is killed when it tries.
+_DENIED = b",spawn=deny,"
+_CODE_BUFFER = re.compile("^([0-9a-f]+)-([0-9a-f]+) rwxp 0+ 00:00 0 *$", re.MULTILINE)
+# What is before and behind the VM's name among its arguments, and so the room for another one.
+_BEFORE_NAME, _BEHIND_NAME = b"\0-name\0", b"\0-nodefaults\0"
+AGENT = "agent"
+_SO_ACCEPTCONN = 30
+_LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 async def finished_or_killed(forking: Coroutine[Any, Any, QemuMachine]) -> QemuMachine:
-    """A fork that nobody waits for any more is finished, and its child ended."""
+    """A fork whose caller was cancelled is finished, and its child ended."""
     task = asyncio.ensure_future(forking)
     try:
         return await asyncio.shield(task)
@@ -63,7 +97,7 @@ async def fork_machine(
     channel = ends.channel
     if served and AGENT not in made.took:  # the agent's client left just then, and another one is served
         channel.close()
-        channel = await reach(directory / AGENT_SOCKET)
+        channel = await connect_to(directory / AGENT_SOCKET)
     machine = QemuMachine(directory, process, phases, monitor, channel=channel, group=group, paused=True)
     machine.go_on(paused=paused)
     return machine
@@ -89,7 +123,7 @@ async def _fork_running(
 ) -> Made:
     """The source stands still only until it is forked; its fork is completed while it runs again.
 
-    Once it is held it is told to go on, which it finds when it is let go: nobody has to wake up first.
+    Once it is held it is told to go on, which it finds when it is let go: no thread has to wake up first.
     """
     begun = time.monotonic()
     try:
@@ -110,7 +144,7 @@ async def _fork_running(
     except BaseException:
         await asyncio.wait([work])
         if work.exception() is None:
-            made = work.result()  # nobody wants a fork of what is gone
+            made = work.result()  # a fork of a VM that is gone is not wanted
             await WatchedProcess(made.pid, made.pidfd).kill()
         raise
 
@@ -122,3 +156,241 @@ def find_files(pid: int, directory: Path) -> list[Path]:
     except OSError as error:
         raise NotForkable(f"The files of process {pid} cannot be looked at: {error.strerror}") from error
     return sorted({link for link in links if link.is_file() and directory not in link.parents})
+
+
+@dataclass(frozen=True)
+class Made:
+    pid: int
+    pidfd: int
+    took: frozenset[str]  # which of its ends it has
+    steps: dict[str, float] = field(default_factory=dict)
+
+
+class ForkThread:
+    """Forks one QEMU, in a thread of its own: a tracer is a thread.
+
+    A QEMU that stands still anyway is kept at rest for a moment after a fork, as the next one often follows at once.
+    """
+
+    def __init__(self, pid: int, directory: Path, *, dies_with: int | None) -> None:
+        """`dies_with`: the parent that no fork may outlive."""
+        self._pid = pid
+        self._directory = directory
+        self._set_up = render_set_up(dies_with)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"fork-{directory.name}")
+        self._holder: Holder | None = None
+        self._held = False
+        self._linger: asyncio.TimerHandle | None = None
+        self._served = False
+
+    async def prepare(self) -> bool:
+        """All that can be done while the QEMU still runs; whether its agent has a client."""
+        await self._run(self._prepare)
+        return self._served
+
+    async def fork(self, directory: Path, ends: Ends, group: Group | None, *, linger: bool, on_held: OnHeld) -> Made:
+        """Raises NotForkable, and there is no child then. A cancelled caller waits."""
+        if self._linger is not None:
+            self._linger.cancel()
+        try:
+            return await self._run(lambda: self._fork(directory, ends, group, keep=linger, on_held=on_held))
+        finally:
+            if linger:
+                self._linger = asyncio.get_running_loop().call_later(_LINGER_S, self._thread.submit, self._release)
+
+    async def close(self) -> None:
+        """The QEMU goes on, unless it was killed."""
+        if self._linger is not None:
+            self._linger.cancel()
+        await self._run(self._release)
+        self._thread.shutdown()
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        running = asyncio.wrap_future(self._thread.submit(work))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
+
+    def _release(self) -> None:
+        if self._holder is not None:
+            holder, self._holder, self._held = self._holder, None, False
+            holder.release()
+
+    def _prepare(self) -> None:
+        if not self._held:  # else it still has what it had
+            check_may_fork(self._pid)
+            roles = find_roles(self._pid)
+            self._served = AGENT in roles.values()
+            maps = _look_at(self._pid, "maps").decode("utf-8", "replace")
+            set_up = [*self._set_up, *render_small_pages(maps)]
+            self._holder = Holder(self._pid, ForkPlan(render_choice(self._directory, roles), set_up, POLLS))
+
+    def _fork(self, directory: Path, ends: Ends, group: Group | None, *, keep: bool, on_held: OnHeld) -> Made:
+        if self._holder is None:  # it was let go since it was prepared
+            self._prepare()
+        assert self._holder is not None
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._release)
+            with self._holder.forked(ends.by_name(), keep=keep, on_held=on_held) as child:
+                _make_its_own(child, directory, group)
+                pidfd = os.pidfd_open(child.pid)
+                on_failure.callback(os.close, pidfd)
+            on_failure.pop_all()
+        self._held = keep
+        if not keep:
+            self._holder = None
+        return Made(child.pid, pidfd, child.took, child.times.steps)
+
+
+def check_may_fork(pid: int) -> None:
+    """Raise NotForkable for a VM started with QEMU's own filter: it kills the process instead of refusing a call."""
+    if _DENIED in _look_at(pid, "cmdline"):
+        raise NotForkable("The VM was started where live VMs could not be forked", hint="Fork its snapshot instead")
+
+
+def _look_at(pid: int, name: str) -> bytes:
+    """What /proc has of a process. Raises NotForkable."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError as error:
+        raise NotForkable(f"Process {pid} cannot be looked at: {error.strerror}") from error
+
+
+def render_set_up(dies_with: int | None) -> list[Call]:
+    """The seccomp filter is inherited."""
+    if dies_with is None:
+        return []
+    return [
+        Call(_PRCTL, (_PR_SET_PDEATHSIG, _SIGKILL), what="set the death signal"),
+        # Had its parent died before, the signal would never come.
+        Call(_GETPPID, (), returns=dies_with, what="look for its parent"),
+    ]
+
+
+def render_small_pages(maps: str) -> list[Call]:
+    """QEMU asks for huge pages for translated code: a fork's first new code, a few KiB, could take it 2 MiB."""
+    found = _CODE_BUFFER.finditer(maps)
+    ranges = [(int(each[1], 16), int(each[2], 16) - int(each[1], 16)) for each in found]
+    return [Call(_MADVISE, (*each, _MADV_NOHUGEPAGE), what="ask for small pages") for each in ranges]
+
+
+def _make_its_own(child: Child, directory: Path, group: Group | None) -> None:
+    if group is not None:
+        group.add(child.pid)
+    place = find_mark_place(child.pid)
+    if place is None:
+        raise NotForkable("The process to fork carries no mark")
+    child.write_memory(place.address, place.render(directory))
+    if name := find_name_place(child.pid):
+        address, room = name
+        child.write_memory(address, f"forkd-{directory.name}".encode()[:room].ljust(room, b"\0"))
+
+
+def find_name_place(pid: int) -> tuple[int, int] | None:
+    """Where the VM's name is among the arguments of its process, and how many bytes it may have."""
+    arguments = Path(f"/proc/{pid}/cmdline").read_bytes()
+    start = arguments.find(_BEFORE_NAME) + len(_BEFORE_NAME)
+    end = arguments.find(_BEHIND_NAME)
+    if start < len(_BEFORE_NAME) or end < start:
+        return None
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[45]) + start, end - start
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What a VM is reached by: its ends go into the fork, `channel` (to the agent) and `control` are ours."""
+
+    agent_listener: socket.socket
+    agent: socket.socket
+    monitor_listener: socket.socket
+    monitor: socket.socket
+    console: int
+    log: int
+    channel: socket.socket
+    control: socket.socket
+
+    def by_name(self) -> dict[str, int]:
+        return {
+            "agent listener": self.agent_listener.fileno(),
+            AGENT: self.agent.fileno(),
+            "monitor listener": self.monitor_listener.fileno(),
+            "monitor": self.monitor.fileno(),
+            "console": self.console,
+            "log": self.log,
+        }
+
+
+def render_choice(source: Path, roles: Mapping[str, str]) -> Choice:
+    names = {**roles, str(source / CONSOLE): "console", str(source / VMM_LOG): "log"}
+
+    def choose(descriptor: Descriptor) -> Action | None:
+        name = names.get(descriptor.link)
+        return None if name is None else Ours(name)
+
+    return choose
+
+
+@contextlib.contextmanager
+def opened_ends(directory: Path, *, served: bool) -> Iterator[Ends]:
+    """All but `channel` and `control` are closed when the block has ended; these too when it failed.
+
+    `served`: the source's agent has a client, in whose place the fork finds ours. Its stream goes on where it is: had
+    it been cut, what is under way in the guest and in QEMU would be lost in part, and a QEMU that was writing to it
+    just then may never write again. Otherwise ours waits to be served.
+    """
+    with contextlib.ExitStack() as theirs, contextlib.ExitStack() as on_failure:
+        agent_listener = theirs.enter_context(listening_socket(directory / AGENT_SOCKET))
+        monitor_listener = theirs.enter_context(listening_socket(directory / QMP_SOCKET))
+        channel = on_failure.enter_context(connected_socket(directory / AGENT_SOCKET))
+        control = on_failure.enter_context(connected_socket(directory / QMP_SOCKET))
+        monitor = theirs.enter_context(monitor_listener.accept()[0])
+        agent = theirs.enter_context(agent_listener.accept()[0] if served else _cut_off())
+        for sock in (monitor, agent):
+            sock.setblocking(False)
+        console = _opened(directory / CONSOLE, theirs)
+        log = _opened(directory / VMM_LOG, theirs)
+        yield Ends(agent_listener, agent, monitor_listener, monitor, console, log, channel, control)
+        on_failure.pop_all()
+
+
+def _cut_off() -> socket.socket:
+    ours, theirs = socket.socketpair()
+    ours.close()
+    return theirs
+
+
+def _opened(path: Path, closed_by: contextlib.ExitStack) -> int:
+    fd = os.open(path, _LOG_FLAGS, 0o600)
+    closed_by.callback(os.close, fd)
+    return fd
+
+
+def find_roles(pid: int) -> dict[str, str]:
+    """What the sockets of a QEMU are for, by the links under which /proc shows them."""
+    roles: dict[str, str] = {}
+    with contextlib.ExitStack() as opened:
+        try:
+            pidfd = os.pidfd_open(pid)
+            opened.callback(os.close, pidfd)
+            for entry in Path(f"/proc/{pid}/fd").iterdir():
+                link = str(entry.readlink())
+                if link.startswith("socket:"):
+                    with socket.socket(fileno=take_descriptor(pidfd, int(entry.name))) as sock:
+                        role = _role(sock)
+                    if role is not None:
+                        roles[link] = role
+        except OSError as error:
+            raise NotForkable(f"The sockets of process {pid} cannot be looked at: {error.strerror}") from error
+    return roles
+
+
+def _role(sock: socket.socket) -> str | None:
+    if sock.family != socket.AF_UNIX:
+        return None
+    listener = " listener" if sock.getsockopt(socket.SOL_SOCKET, _SO_ACCEPTCONN) else ""
+    names = {AGENT_SOCKET: AGENT, QMP_SOCKET: "monitor"}
+    name = names.get(Path(sock.getsockname() or "").name)
+    return name + listener if name else None

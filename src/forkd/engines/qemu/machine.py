@@ -9,14 +9,11 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from forkd.engines.base import ExitReason, Phases, tail_of
-from forkd.engines.machine import ProcessMachine, found_process, parse_exit
-from forkd.engines.qemu.ends import VMM_LOG
-from forkd.engines.qemu.fork_thread import ForkThread
-from forkd.engines.qemu.monitor import QMP_SOCKET, Monitor
-from forkd.engines.qemu.state import Incoming
-from forkd.engines.sockets import AGENT_SOCKET, reach
+from forkd.engines.machine import AGENT_SOCKET, ProcessMachine, connect_to, found_process, parse_exit
+from forkd.engines.qemu.monitor import QMP_SOCKET, Incoming, Monitor
 from forkd.errors import EngineFailed
 from forkd.host.cgroup import Group, find_group
 from forkd.host.marked import Marked
@@ -26,6 +23,10 @@ from forkd.host.procfork.source import make_calls
 from forkd.host.spawn_filter import render_calls
 from forkd.host.threads import in_thread
 
+if TYPE_CHECKING:
+    from forkd.engines.qemu.live_fork import ForkThread
+
+VMM_LOG = "qemu.log"
 # QEMU answers at once; a host that is busy with many others may take its time.
 ADOPT_DEADLINE_S = 20.0
 
@@ -118,7 +119,7 @@ class QemuMachine(ProcessMachine):
 
     def _vmm_output(self) -> str:
         lines = tail_of(self._directory / VMM_LOG).splitlines()
-        # Said of every channel we hand over already connected; it is no news.
+        # Said of every channel we hand over already connected; it means nothing.
         return "\n".join(line for line in lines if "waiting for connection on" not in line)
 
     def _reason(self, status: ExitStatus) -> ExitReason:
@@ -128,11 +129,11 @@ class QemuMachine(ProcessMachine):
 async def adopt(directory: Path, leader: Marked | None) -> QemuMachine:
     """See Engine.adopt."""
     async with found_process(directory, leader) as process:
-        monitor = Monitor(await reach(directory / QMP_SOCKET))
+        monitor = Monitor(await connect_to(directory / QMP_SOCKET))
         try:
             await monitor.connect(ADOPT_DEADLINE_S)
             paused = parse_paused(await monitor.execute("query-status"))
-            channel = await reach(directory / AGENT_SOCKET)
+            channel = await connect_to(directory / AGENT_SOCKET)
         except BaseException:
             await monitor.close()
             raise
@@ -141,7 +142,7 @@ async def adopt(directory: Path, leader: Marked | None) -> QemuMachine:
 
 
 def parse_paused(answer: object) -> bool:
-    """From query-status. A VM that neither runs nor was paused is none that can be taken over."""
+    """From query-status. A VM that neither runs nor was paused cannot be taken over."""
     status = answer.get("status") if isinstance(answer, dict) else None
     if status not in ("running", "paused"):
         raise EngineFailed(f"QEMU says that the VM is {status}", hint="Kill it and fork another")

@@ -8,11 +8,11 @@ import logging
 import socket
 import time
 from collections.abc import Coroutine, Mapping
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from qemu.qmp import EventListener, ExecuteError, QMPClient, QMPError
 
-from forkd.engines.qemu.state import Incoming, receive_state
 from forkd.errors import EngineFailed
 
 QMP_SOCKET = "qmp.sock"
@@ -28,6 +28,9 @@ _CAPABILITIES = [
     {"capability": "events", "state": True},
 ]
 
+# Of device state: about 0.4 MiB, and more with more vCPUs.
+MAX_STATE_BYTES = 16 * 1024 * 1024
+_CHUNK_BYTES = 256 * 1024
 _CONT = b'{"execute": "cont"}\n'
 _MOST_BEFORE_ANSWER_BYTES = 64 * 1024
 
@@ -188,3 +191,39 @@ def find_answer(seen: bytes) -> tuple[dict[str, Any] | None, int]:
         if isinstance(said, dict) and ("return" in said or "error" in said):
             return said, at
     return None, at
+
+
+class Incoming:
+    """The device state that a VM goes on from. QEMU inherits `theirs`, under the number `fd`; then it is closed here.
+
+    By a socket: QEMU 11 takes a descriptor of no file, QEMU 7 opens none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._data = path.read_bytes()
+        self._ours, self.theirs = socket.socketpair()
+        self._ours.setblocking(False)
+        self.fd = self.theirs.fileno()
+
+    async def send(self) -> None:
+        """Ends early when QEMU wants no more of it; why, QEMU says."""
+        with self._ours:
+            try:
+                await asyncio.get_running_loop().sock_sendall(self._ours, self._data)
+            except (BrokenPipeError, ConnectionResetError):
+                return
+
+    def close(self) -> None:
+        self._ours.close()
+        self.theirs.close()
+
+
+async def receive_state(sock: socket.socket, file: BinaryIO) -> None:
+    """Until QEMU closes its end."""
+    loop, received = asyncio.get_running_loop(), 0
+    sock.setblocking(False)
+    while data := await loop.sock_recv(sock, _CHUNK_BYTES):
+        received += len(data)
+        if received > MAX_STATE_BYTES:
+            raise EngineFailed(f"QEMU's device state is larger than {MAX_STATE_BYTES >> 20} MiB")
+        file.write(data)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from forkd.errors import NotForkable
-from forkd.host.faults import reach
+from forkd.host.faults import fault_point
 from forkd.host.process import SHORTAGES
 from forkd.host.procfork import ptrace
 from forkd.host.procfork.blueprint import SCRATCH_BYTES, Blueprint, ForkPlan, parse_door, render_blueprint
@@ -214,10 +214,10 @@ class Holder:
                 self.release()
             times.mark("clone")
             child.complete(*self._draw(child), ours or {})
-            reach("fork.completed")
+            fault_point("fork.completed")
             yield child
             child.let_go()
-            reach("fork.let_go")
+            fault_point("fork.let_go")
 
     def release(self) -> None:
         """Let the source go on; safe to repeat."""
@@ -237,11 +237,11 @@ class Holder:
 
     def _clone(self, source: Source, times: Times, child_ends: contextlib.ExitStack) -> Child:
         times.mark("quiescence")
-        reach("fork.held")
+        fault_point("fork.held")
         with understood(self._pid):
             pid = source.fork(lambda: self._look(source))
         child = Child(pid, self._pid, source.detour.call, source.registers, times)
-        reach("fork.cloned")
+        fault_point("fork.cloned")
         child_ends.callback(child.close)
         child_ends.enter_context(_killed_on_failure(child))
         child.take_over()

@@ -86,7 +86,7 @@ def parse_kind(link: str, mode: int = stat.S_IFREG) -> Kind:
 
 @dataclass(frozen=True)
 class Keep:
-    """Open in both, the same open file: whoever asks for that answers for it."""
+    """Open in both, as the same open file: the caller must know that this is safe."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ _BY_KIND: Mapping[Kind, Action] = {
 
 
 def choose_by_kind(descriptor: Descriptor) -> Action | None:
-    """None: only whoever knows what it is for can say what is to become of it."""
+    """None: only the caller, who knows what it is for, can choose."""
     return _BY_KIND.get(descriptor.kind)
 
 

@@ -35,7 +35,7 @@ class Stopped:
         self._held.append((tid, number))
 
     def interrupt(self, tid: int) -> None:
-        # No options yet: it may be making a thread or a process just now, which is none of ours.
+        # No options yet: it may be making a thread or a process just now, which we must not trace.
         ptrace.seize(tid, 0)
         self.tids.append(tid)
         self._running.add(tid)
@@ -62,7 +62,7 @@ class Stopped:
             except TimeoutError:
                 continue  # only the end of this thread frees it
             except Gone:
-                # The exit status of a child of ours is for whoever started it here. Another's goes on to its parent.
+                # We keep the exit status of our own child for its starter here. That of another goes to its parent.
                 if tid != self.pid or _find_parent(tid) != os.getpid():
                     ptrace.reap(tid)
         for tid, number in self._held:

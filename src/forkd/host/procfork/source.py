@@ -17,14 +17,7 @@ from forkd.host.procfork.descriptors import Descriptor, same_file_candidates
 from forkd.host.procfork.mappings import advisable_ranges, code_ends, find_shared
 from forkd.host.procfork.program import DETOUR_BYTES, SYSCALL, Call, Detour, fits_detour
 from forkd.host.procfork.ptrace import Gone, Rseq
-from forkd.host.procfork.registers import (
-    NAMES,
-    Registers,
-    called_again,
-    find_tid_offset,
-    making_call,
-    returned,
-)
+from forkd.host.procfork.registers import NAMES, Registers, called_again, find_tid_offset, making_call, returned
 from forkd.host.procfork.rest import Stopped, at_rest
 from forkd.host.procfork.scheduling import Scheduling, read_scheduling
 

@@ -1,0 +1,338 @@
+"""The charts of the docs: what each shows is made of a section of results.json, and drawn in one way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from bench.daemon import CALL_MS, SPAWN_MS
+from bench.forks import FORK, START, WAYS
+from bench.ground import render_host
+from bench.lab import UNIQUE_SHARE_PERCENT
+from bench.live import ANSWER_MS, JUDGED_MIB, PAUSE_MS
+from bench.report import TOP, Report, lab_title, render_median, render_value
+
+# Steps of a fork from the outside in: QEMU's in greys, the guest's in colour.
+_STEP_COLOURS = {
+    "process start": "#8a94a3",
+    "state load": "#b3bac5",
+    "confine": "#6b7480",
+    "quiescence": "#6b7480",
+    "clone": "#8a94a3",
+    "descriptors": "#a5adb9",
+    "threads": "#bfc6cf",
+    "resume": "#d3d8de",
+    "contract": "#5b9bd5",
+    "first eval": "#1f5f9e",
+}
+_BLUE, _ORANGE, _GREY, _LIGHT, _INK = "#1f5f9e", "#d9822b", "#8a94a3", "#b3bac5", "#222222"
+_BY_WAY = {"": _BLUE, FORK: _BLUE, START: _GREY}
+_BY_ENGINE = {"firecracker": _ORANGE, "qemu": _BLUE}
+_PAIR_HEIGHT = 0.36
+# A single row, its bars as thick as those of three.
+_ONE_ROW = (1.2, -1.2)
+_ANSWERED = "Until every VM has answered numpy.zeros(5).tolist()"
+_STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.edgecolor": "#888888",
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "svg.hashsalt": "forkd",  # the same report gives the same file
+}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """`parts` are lengths one after the other, each with its colour and its name in the legend.
+
+    Whiskers go from the least to the most; a line goes from the end of the bar to `line_to`. `shift` is from the
+    middle of its row.
+    """
+
+    label: str
+    parts: Sequence[tuple[float, str, str]]
+    text: str
+    whiskers: tuple[float, float] | None = None
+    line_to: float | None = None
+    shift: float = 0.0
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A row for each of `labels`, or for each bar."""
+
+    title: str
+    below: str
+    bars: Sequence[Bar] = ()
+    labels: Sequence[str] = ()
+    margin: float = 0.3
+    height: float = 0.6
+    cap: float = 3
+    limit: float | None = None
+    legend: Mapping[str, Any] | None = None
+    rows: tuple[float, float] | None = None
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """`layout` has in each row the names of its panels."""
+
+    height: float
+    layout: Sequence[Sequence[str]]
+    panels: Mapping[str, Panel]
+    caption: str
+    title: str = ""
+    heights: Sequence[float] | None = None
+
+
+def draw(part: str, section: Report, path: Path) -> None:
+    chart = CHARTS[part](section)
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(8.6, chart.height), facecolor="white", layout="constrained")
+        if chart.title:
+            figure.suptitle(chart.title, fontsize=12, fontweight="bold")
+        axes = figure.subplot_mosaic([list(row) for row in chart.layout], height_ratios=chart.heights)
+        for name, panel in chart.panels.items():
+            _draw_panel(axes[name], panel)
+        figure.supxlabel(chart.caption, fontsize=8, color="#555555")
+        figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _draw_panel(axes: Axes, panel: Panel) -> None:
+    axes.set_title(panel.title, loc="left", fontsize=11)
+    named: set[str] = set()
+    labels = panel.labels or [bar.label for bar in panel.bars]
+    for bar in panel.bars:
+        _draw_bar(axes, panel, bar, labels.index(bar.label) + bar.shift, named)
+    if panel.limit is not None:
+        # Behind the texts, which say the same in numbers.
+        axes.axvline(panel.limit, zorder=0.5, color=_INK, linewidth=1, linestyle=(0, (4, 3)))
+    if panel.log:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_yticks(range(len(labels)), labels)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.margins(x=panel.margin)
+    if not panel.log:
+        axes.set_xlim(left=0)
+    axes.set_xlabel(panel.below, fontsize=9)
+    if panel.rows:
+        axes.set_ylim(*panel.rows)
+    if panel.legend and named:
+        axes.legend(**{"ncols": len(named), "frameon": False, "fontsize": 9, **panel.legend})
+
+
+def _draw_bar(axes: Axes, panel: Panel, bar: Bar, row: float, named: set[str]) -> None:
+    end = 0.0
+    for length, colour, name in bar.parts:
+        label = name if name and name not in named else None
+        axes.barh(row, length, left=end, color=colour, height=panel.height, label=label)
+        named |= {name} if name else set()
+        end += length
+    text_at = end
+    if bar.whiskers:
+        spread = [[end - bar.whiskers[0]], [bar.whiskers[1] - end]]
+        axes.errorbar(end, row, xerr=spread, fmt="none", ecolor=_INK, elinewidth=1, capsize=panel.cap)
+        text_at = bar.whiskers[1]
+    if bar.line_to is not None:
+        axes.plot([end, bar.line_to], [row, row], color=_INK, linewidth=1)
+        text_at = max(end, bar.line_to)
+    behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+    place: Any = {"xytext": (7, 0), "textcoords": "offset points", "va": "center", "bbox": behind}
+    axes.annotate(bar.text, (text_at, row), **place)
+
+
+def show_engine(report: Report) -> Chart:
+    """All of a fork against one cold boot, and where the time of a child goes, on a scale of its own for each way."""
+    settings = report["settings"]
+    ways = settings.get("ways", [""])
+    panels = {"totals": _show_totals(report, ways), **{f"steps {way}": _show_steps(report, way) for way in ways}}
+    ahead = "no process started ahead but the template" if FORK in ways else "no process started ahead"
+    heights = [1.0 + 0.35 * (len(ways) - 1), *[1.0] * len(ways)]
+    caption = f"{_render_machine(report)}; {ahead}"
+    return Chart(3.2 + 2.5 * len(ways), [[name] for name in panels], panels, caption, heights=heights)
+
+
+def _place(n: int, way: str) -> str:
+    return f"fork.{n}.{way}" if way else f"fork.{n}"
+
+
+def _show_totals(report: Report, ways: Sequence[str]) -> Panel:
+    found = report["figures"]
+    totals = [("cold boot of 1", found.get("cold_boot.total"), _ORANGE)]
+    for n in report["settings"]["n"]:
+        for way in ways:
+            label = f"fork of {n}{way and f' {WAYS[way]}'}"
+            totals.append((label, found.get(f"{_place(n, way)}.wall"), _BY_WAY[way]))
+    bars = [
+        Bar(label, [(entry["median"], colour, "")], f"{render_value(entry['median'])} s", (entry["min"], entry["max"]))
+        for label, entry, colour in totals
+        if entry is not None
+    ]
+    return Panel(_ANSWERED, "seconds; whiskers: fastest and slowest round", bars, margin=0.12)
+
+
+def _show_steps(report: Report, way: str) -> Panel:
+    found = report["figures"]
+    sizes = [n for n in report["settings"]["n"] if f"{_place(n, way)}.wall" in found]
+    bars = []
+    for n in sizes:
+        steps = {step: found.get(f"{_place(n, way)}.step.{step}.p50") for step in _STEP_COLOURS}
+        parts = [(entry["median"], _STEP_COLOURS[step], step) for step, entry in steps.items() if entry]
+        bars.append(Bar(f"1 of {n}", parts, f"{render_value(found[f'{_place(n, way)}.child.p50']['median'])} ms"))
+    begin = "from the start of its process"
+    if way == FORK:
+        begin = "from when it is asked for; until quiescence it waits for its turn, too"
+    legend = {"loc": "upper left", "bbox_to_anchor": (-0.12, -0.3), "columnspacing": 1.2, "handlelength": 1.4}
+    title = f"Where the time of one child{way and f' {WAYS[way]}'} goes (p50 of each step, and of the whole)"
+    return Panel(title, f"milliseconds {begin}", bars, margin=0.12, legend=legend)
+
+
+def show_live(section: Report) -> Chart:
+    """Two panels, as the source and the fork are two VMs: how long the one stands still, how soon the other answers."""
+    answers = "The fork has taken a new identity and answers numpy.zeros(5).tolist() after"
+    panels = {
+        "pause": _show_live(section, "pause", "The running VM stands still for", PAUSE_MS, _ORANGE),
+        "answer": _show_live(section, "answer", answers, ANSWER_MS, _BLUE),
+    }
+    settings = section["settings"]
+    forks = f"{settings['memory_mib']} MiB guests; {settings['forks']} forks each; {render_rounds(settings)}"
+    return Chart(4.6, [["pause"], ["answer"]], panels, f"{render_host(section['host'])}; {forks}")
+
+
+def _show_live(section: Report, name: str, title: str, limit_ms: float, colour: str) -> Panel:
+    bars = []
+    for mib in section["settings"]["written_mib"]:
+        if shares := _find_shares(section, f"live.{mib}.{name}"):
+            p50, p99 = shares
+            text = f"{render_value(p50)} ms (p99 {render_value(p99)})"
+            bars.append(Bar(f"{mib} MiB just written", [(p50, colour, "")], text, line_to=p99))
+    below = f"milliseconds; bar: p50; line: to p99; dashed: what its p50 may be with {JUDGED_MIB} MiB"
+    return Panel(title, below, bars, limit=limit_ms)
+
+
+def _find_shares(section: Report, name: str) -> tuple[float, float] | None:
+    half, most = (section["figures"].get(f"{name}.{share}") for share in ("p50", "p99"))
+    return (half["median"], most["median"]) if half and most else None
+
+
+def show_daemon(section: Report) -> Chart:
+    """Two panels: the daemon's part against what it may cost, and how much of a call it is."""
+    panels = {"parts": _show_parts(section), "calls": _show_calls(section)}
+    caption = f"{render_host(section['host'])}; {render_rounds(section['settings'])}"
+    return Chart(6.4, [["parts"], ["calls"]], panels, caption)
+
+
+def _show_parts(section: Report) -> Panel:
+    kinds = [(f"spawn of {n}", f"spawn.{n}.own", limit) for n, limit in SPAWN_MS.items()]
+    kinds += [("exec", "exec.unix.more", CALL_MS), ("eval", "eval.unix.more", CALL_MS)]
+    bars = []
+    for engine in section["settings"]["engines"]:
+        for label, place, limit_ms in kinds:
+            if shares := _find_shares(section, f"daemon.{engine}.{place}"):
+                p50, p99 = (100 * value / limit_ms for value in shares)
+                text = f"{render_value(shares[0])} of {limit_ms:g} ms (p99 {render_value(shares[1])})"
+                colour = _BLUE if p50 <= 100 else _ORANGE
+                bars.append(Bar(f"{label}, {engine}", [(p50, colour, "")], text, line_to=p99))
+    title = "The daemon's own part of a request, in percent of what it may cost"
+    return Panel(title, "bar: p50; line: to p99; dashed: the most it may cost", bars, limit=100)
+
+
+def _show_calls(section: Report) -> Panel:
+    found = section["figures"]
+    bars = []
+    for engine in section["settings"]["engines"]:
+        for way, name in {"unix": "unix socket", "tcp": "TCP", "sdk": "SDK, unix socket"}.items():
+            agent, more = (found.get(f"daemon.{engine}.eval.{part}.p50") for part in ("agent", f"{way}.more"))
+            if agent and more:
+                parts = [(agent["median"], _LIGHT, "agent"), (more["median"], _BLUE, "daemon, HTTP, client")]
+                text = f"{render_value(agent['median'])} + {render_value(more['median'])} ms"
+                bars.append(Bar(f"{name}, {engine}", parts, text))
+    title = "What a client waits for when it evaluates 6 * 7 (p50 of each part)"
+    return Panel(title, "milliseconds", bars, legend={"loc": "upper left", "bbox_to_anchor": (0, -0.24)})
+
+
+def show_lab(section: Report) -> Chart:
+    """Time above, on a scale where a fork and a boot can both be seen; CPU time and memory of one child below."""
+    found, sizes = section["figures"], section["settings"]["n"]
+    most = max(sizes)
+
+    def of_cold_boot(engine: str, entry: Mapping[str, Any]) -> str:
+        cold = found.get(f"{engine}.cold_boot.total")
+        if cold is None or cold is entry:
+            return render_median(entry)
+        return f"{render_median(entry)} ({render_value(entry['median'] / cold['median'])} of its cold boot)"
+
+    def with_amount(engine: str, entry: Mapping[str, Any]) -> str:
+        held = found[f"{engine}.fork.{most}.idle_unique.largest"]
+        return f"{render_value(entry['median'])} % ({render_median(held)})"
+
+    times = {"cold boot of 1": "cold_boot.total", **{f"fork of {n}": f"fork.{n}.wall" for n in sizes}}
+    cpu = {f"1 of {n}": f"fork.{n}.cpu" for n in sizes}
+    # As a share: guests of two engines do not touch the same memory.
+    memory = {f"largest of {most}": f"fork.{most}.unique_share"}
+    seconds = "seconds, on a logarithmic scale; whiskers: fastest and slowest round"
+    above = Panel(_ANSWERED, seconds, legend={"loc": "lower right", "bbox_to_anchor": (1, 1)}, log=True)
+    left = Panel("CPU time of one child until then", "milliseconds, all its processes, mean")
+    right = Panel(
+        "Unique memory of an idle child",
+        "% of the guest's resident memory; dashed: its bound",
+        margin=0.65,
+        limit=UNIQUE_SHARE_PERCENT,
+        rows=_ONE_ROW,
+    )
+    panels = {
+        "times": _with_pairs(above, section, times, of_cold_boot),
+        "cpu": _with_pairs(left, section, cpu, lambda _, entry: render_median(entry)),
+        "memory": _with_pairs(right, section, memory, with_amount),
+    }
+    layout = [["times", "times"], ["cpu", "memory"]]
+    return Chart(6.8, layout, panels, _render_machine(section), lab_title(section), (1.35, 1))
+
+
+def _with_pairs(
+    panel: Panel, section: Report, rows: Mapping[str, str], beside: Callable[[str, Mapping[str, Any]], str]
+) -> Panel:
+    """The panel with the bars of all engines, for each row that has one."""
+    found, engines = section["figures"], section["settings"]["engines"]
+    labels = [label for label, name in rows.items() if any(f"{engine}.{name}" in found for engine in engines)]
+    bars = []
+    for at, engine in enumerate(engines):
+        for label in labels:
+            if entry := found.get(f"{engine}.{rows[label]}"):
+                part = (entry["median"], _BY_ENGINE.get(engine, _GREY), engine)
+                shift, whiskers = (at - 0.5) * _PAIR_HEIGHT, (entry["min"], entry["max"])
+                bars.append(Bar(label, [part], beside(engine, entry), whiskers, shift=shift))
+    return replace(panel, labels=labels, bars=bars, height=_PAIR_HEIGHT, cap=2)
+
+
+def render_rounds(settings: Mapping[str, Any]) -> str:
+    return f"median of {settings['rounds_done']} rounds" if settings["rounds_done"] > 1 else "one round"
+
+
+def _render_machine(section: Report) -> str:
+    settings = section["settings"]
+    return f"{render_host(section['host'])}; {settings['memory_mib']} MiB guests; {render_rounds(settings)}"
+
+
+CHARTS: dict[str, Callable[[Report], Chart]] = {
+    TOP: show_engine,
+    "live": show_live,
+    "daemon": show_daemon,
+    "lab": show_lab,
+}

@@ -1,0 +1,219 @@
+"""What callers hand over, checked and turned into what the API takes. Pure, but for files that are read."""
+
+from __future__ import annotations
+
+import enum
+import os
+import posixpath
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any, TypedDict, Unpack
+
+from forkd.errors import InvalidInput
+from forkd.wire.endpoint import find_loopback_port
+
+if TYPE_CHECKING:
+    from forkd.client.output import Callback
+
+DEFAULT_TAG = "pyagent"
+GUEST_HOME = "/root"
+COMMAND_TIMEOUT_S = 60.0
+MAX_TIMEOUT_S = 86400.0  # what the daemon takes
+CHUNK_BYTES = 256 * 1024
+_MAX_KEY = 200
+
+Data = str | bytes | bytearray | memoryview | IO[Any] | Iterable[bytes] | Iterable[str]
+AsyncData = Data | AsyncIterable[bytes] | AsyncIterable[str]
+
+
+class BranchMode(enum.StrEnum):
+    """How a running sandbox is frozen; texts, so that `mode="live"` says the same."""
+
+    FULL = "full"
+    DIFF = "diff"
+    LIVE = "live"
+
+
+class Limits(TypedDict, total=False):
+    cpu_limit: float | None
+    pids_limit: int | None
+    io_limit_mib_s: int | None
+
+
+class SandboxOptions(Limits, total=False):
+    on_timeout: str | None  # "kill" or "pause"
+    labels: Mapping[str, str] | None
+    metadata: Mapping[str, str] | None
+
+
+class SpawnOptions(SandboxOptions, total=False):
+    timeout_secs: float | None  # how long they may live
+    env: Mapping[str, str] | None  # of their commands and code
+    allow_partial: bool
+    agent_port: int | None
+
+
+class CommandOptions(TypedDict, total=False):
+    shell: str | None  # in place of args: one text for /bin/sh
+    cwd: str | None
+    env: Mapping[str, str] | None
+    user: str | int | None
+
+
+class CommandSpec(CommandOptions):
+    args: Sequence[str] | None
+
+
+class BackgroundOptions(TypedDict, total=False):
+    envs: Mapping[str, str] | None
+    user: str | int | None
+    cwd: str | None
+    stdin: str | bool | None
+
+
+class RunOptions(BackgroundOptions, total=False):
+    on_stdout: Callback | None
+    on_stderr: Callback | None
+    check: bool
+
+
+def spec_of(
+    cmd: str | Sequence[str], *, cwd: str | None, envs: Mapping[str, str] | None, user: str | int | None
+) -> CommandSpec:
+    """A text is a line of shell."""
+    args, shell = (None, cmd) if isinstance(cmd, str) else (list(cmd), None)
+    return {"args": args, "shell": shell, "cwd": None if cwd is None else guest_path(cwd), "env": envs, "user": user}
+
+
+def foreground_limit(timeout: float | None) -> float:
+    """Seconds. 0 means no limit: the longest the daemon takes."""
+    return COMMAND_TIMEOUT_S if timeout is None else _checked_seconds(timeout) or MAX_TIMEOUT_S
+
+
+def background_limit(timeout: float | None) -> float | None:
+    return None if timeout is None else _checked_seconds(timeout) or None
+
+
+def _checked_seconds(timeout: float) -> float:
+    if isinstance(timeout, bool):
+        raise InvalidInput("timeout must be a number of seconds", hint="Did you mean background=True?")
+    return timeout
+
+
+def render_command(
+    args: Sequence[str] | None,
+    timeout_secs: float | None,
+    stdin: str | bool | None,
+    pty: tuple[int, int] | None = None,
+    **options: Unpack[CommandOptions],
+) -> dict[str, Any]:
+    if isinstance(args, str):
+        # Otherwise every letter would be an argument.
+        raise InvalidInput("args must be a list of texts", hint='Use shell="…" for a line of shell')
+    if (args is None) == (options.get("shell") is None):
+        raise InvalidInput("A command needs either args or shell")
+    return drop_unset(
+        args=None if args is None else list(args),
+        timeout_secs=timeout_secs,
+        stdin=stdin or None,
+        pty=None if pty is None else {"rows": pty[0], "cols": pty[1]},
+        **render_options(CommandOptions, options),
+    )
+
+
+def render_options(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that say something: not None, not False, not empty."""
+    if unknown := sorted(options.keys() - kind.__annotations__.keys()):
+        raise TypeError(f"Unknown option: {', '.join(unknown)}")
+    plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in options.items()}
+    return {name: value for name, value in plain.items() if value is not None and value is not False and value != {}}
+
+
+def drop_unset(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def check_key(key: str) -> str:
+    if not 1 <= len(key) <= _MAX_KEY or not key.isascii() or not key.isprintable() or key != key.strip():
+        raise InvalidInput(f"An idempotency key must be 1 to {_MAX_KEY} printable ASCII characters")
+    return key
+
+
+def choose_tag(tag: str | None, environ: Mapping[str, str] = os.environ) -> str:
+    return tag or environ.get("FORKD_TAG") or DEFAULT_TAG
+
+
+def port_of(target: str) -> int:
+    port = find_loopback_port(target)
+    if port is None:
+        raise InvalidInput(f"A sandbox cannot be put at {target!a}", hint="Sandboxes answer at 127.0.0.1:<port>")
+    return port
+
+
+def guest_path(path: str) -> str:
+    """Relative paths start at the home of root, as with a command."""
+    if path == "~" or path.startswith("~/"):
+        path = path[2:]
+    return posixpath.join(GUEST_HOME, path)
+
+
+def check_format(format: str) -> str:
+    if format not in ("text", "bytes", "stream"):
+        raise InvalidInput(f"format must be text, bytes or stream, got {format!a}")
+    return format
+
+
+def decode_file(data: bytes, path: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise InvalidInput(f"{path} is not UTF-8 text", hint='Read it with format="bytes"') from None
+
+
+def encode(text: str) -> bytes:
+    """Surrogates are how Python reads what is not UTF-8: they become the bytes they came from."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def content_of(data: Data) -> bytes | Iterator[bytes]:
+    if isinstance(data, str | bytes | bytearray | memoryview):
+        return _encoded(data)
+    if (read := getattr(data, "read", None)) is not None:
+        return _read(read)
+    if isinstance(data, Iterable):
+        return (_encoded(piece) for piece in data)
+    raise _not_content(data)
+
+
+def async_content_of(data: AsyncData) -> bytes | AsyncIterator[bytes]:
+    """Files and iterators are read in a thread: they may block."""
+    if isinstance(data, AsyncIterable):
+        return (_encoded(piece) async for piece in data)
+    content = content_of(data)
+    return content if isinstance(content, bytes) else _threaded(content)
+
+
+async def _threaded(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    import asyncio  # the synchronous client does not pay for it
+
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        yield piece
+
+
+def _read(read: Callable[[int], str | bytes]) -> Iterator[bytes]:
+    while piece := read(CHUNK_BYTES):
+        yield _encoded(piece)
+
+
+def _encoded(piece: str | bytes | bytearray | memoryview) -> bytes:
+    if isinstance(piece, str):
+        return encode(piece)
+    if isinstance(piece, bytes | bytearray | memoryview):
+        return bytes(piece)
+    raise _not_content(piece)
+
+
+def _not_content(data: object) -> InvalidInput:
+    return InvalidInput(
+        f"A {type(data).__name__} cannot be written to a file",
+        hint="Give text, bytes, an open file or an iterator of bytes",
+    )

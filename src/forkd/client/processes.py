@@ -1,0 +1,280 @@
+# Generated from async_processes.py by tools/unasync.py: do not edit.
+"""Commands and terminals in a sandbox: `sandbox.commands`, `sandbox.pty`, and the handles they give.
+
+A handle is for one task or thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Literal, Self, Unpack, overload
+
+from forkd.client.arguments import (
+    BackgroundOptions,
+    CommandSpec,
+    RunOptions,
+    background_limit,
+    encode,
+    foreground_limit,
+    spec_of,
+)
+from forkd.client.controller import Controller
+from forkd.client.output import Callback, Collector, OutputMessage, OutputPiece, deliver, piece_of
+from forkd.client.results import CommandResult, Process, result_of
+from forkd.client.stream import StreamEvent
+from forkd.errors import Conflict, ForkdError, GuestDied, InvalidInput, NotFound, NotRunning
+
+MAX_STDIN_BYTES = 512 * 1024  # of one request
+_SIGKILL = 9
+_LOGIN_SHELL = "command -v bash >/dev/null && exec bash -l; exec sh -l"
+
+
+def follow(
+    events: Generator[StreamEvent, None, None], on_stdout: Callback | None, on_stderr: Callback | None
+) -> Collector:
+    """A stream to its end."""
+    collector = Collector()
+    with closing(events):
+        for event in events:
+            for message in collector.feed(event):
+                deliver(message, on_stdout, on_stderr)
+    return collector
+
+
+class ProcessHandle:
+    """A process that goes on by itself: wait for it, read from it, write to it, end it."""
+
+    def __init__(self, controller: Controller, sandbox_id: str, pid: int) -> None:
+        self.pid = pid
+        self._controller = controller
+        self._sandbox_id = sandbox_id
+        self._collector = Collector()
+        self._open: Generator[StreamEvent, None, None] | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(pid={self.pid}, sandbox={self._sandbox_id!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """What still runs is killed."""
+        self.disconnect()
+        if self._collector.exit is None:
+            self.kill()
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while its end has not been seen, by `wait` or by reading to the end."""
+        return None if self._collector.exit is None else self._collector.exit_code
+
+    def kill(self) -> bool:
+        """SIGKILL, to it and what it started. False when it had ended, or its sandbox had."""
+        try:
+            self._controller.signal_process(self._sandbox_id, self.pid, _SIGKILL)
+        except NotRunning:
+            raise
+        except (NotFound, Conflict, GuestDied):
+            return False
+        return True
+
+    def disconnect(self) -> None:
+        """Stop reading; the process goes on."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def _write(self, data: str | bytes) -> None:
+        """In as many requests as it takes, one after the other."""
+        raw = encode(data) if isinstance(data, str) else bytes(data)
+        for start in range(0, len(raw), MAX_STDIN_BYTES):
+            self._controller.write_stdin(self._sandbox_id, self.pid, raw[start : start + MAX_STDIN_BYTES])
+
+    def _next(self) -> StreamEvent | None:
+        """The next event, None after the last. After `disconnect` all that is kept comes again."""
+        if self._collector.exit is not None:
+            return None
+        if self._open is None:
+            self._collector = Collector()
+            self._open = self._controller.process_output(self._sandbox_id, self.pid)
+        try:
+            return next(self._open, None)
+        except ForkdError:
+            self._open = None  # so that waiting again reads again
+            raise
+
+
+class CommandHandle(ProcessHandle):
+    @property
+    def stdout(self) -> str:
+        """What has been read so far."""
+        return self._collector.stdout
+
+    @property
+    def stderr(self) -> str:
+        return self._collector.stderr
+
+    def __iter__(self) -> Iterator[OutputPiece]:
+        """Output as it comes, until the command ends."""
+        for message in self._messages():
+            yield piece_of(message)
+
+    def wait(
+        self, on_stdout: Callback | None = None, on_stderr: Callback | None = None, check: bool = False
+    ) -> CommandResult:
+        """Until it ends. `check`: raise CommandFailed for another exit code than 0."""
+        for message in self._messages():
+            deliver(message, on_stdout, on_stderr)
+        result = self._collector.command_result()
+        return result.check() if check else result
+
+    def send_stdin(self, data: str | bytes) -> None:
+        self._write(data)
+
+    def close_stdin(self) -> None:
+        self._controller.write_stdin(self._sandbox_id, self.pid, b"", True)
+
+    def _messages(self) -> Iterator[OutputMessage]:
+        while (event := self._next()) is not None:
+            yield from self._collector.feed(event)
+
+
+class PtyHandle(ProcessHandle):
+    """A process at a terminal of its own."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        """What the terminal shows, until the process ends."""
+        while (event := self._next()) is not None:
+            self._collector.note(event)
+            if event.data:
+                yield event.data
+
+    def wait(self) -> int:
+        """Until it ends; its exit code, negative when killed by that signal."""
+        for _ in self:
+            pass
+        return self._collector.exit_code
+
+    def send(self, data: str | bytes) -> None:
+        """As if typed."""
+        self._write(data)
+
+    def resize(self, rows: int, cols: int) -> None:
+        self._controller.resize_process(self._sandbox_id, self.pid, rows, cols)
+
+
+class Commands:
+    def __init__(self, controller: Controller, sandbox_id: str) -> None:
+        self._controller = controller
+        self._id = sandbox_id
+
+    @overload
+    def run(
+        self,
+        cmd: str | Sequence[str],
+        timeout: float | None = None,
+        *,
+        background: Literal[False] = False,
+        **options: Unpack[RunOptions],
+    ) -> CommandResult: ...
+
+    @overload
+    def run(
+        self,
+        cmd: str | Sequence[str],
+        timeout: float | None = None,
+        *,
+        background: Literal[True],
+        **options: Unpack[BackgroundOptions],
+    ) -> CommandHandle: ...
+
+    def run(
+        self,
+        cmd: str | Sequence[str],
+        timeout: float | None = None,
+        *,
+        background: bool = False,
+        envs: Mapping[str, str] | None = None,
+        user: str | int | None = None,
+        cwd: str | None = None,
+        on_stdout: Callback | None = None,
+        on_stderr: Callback | None = None,
+        stdin: str | bool | None = None,
+        check: bool = False,
+    ) -> CommandResult | CommandHandle:
+        """A text is a line of shell, a list is executed as it is. An exit code other than 0 is a result, not an error.
+
+        `background`: return at once. `on_stdout`, `on_stderr`: called with pieces of text as they come. `stdin`: text
+        to be read, or True to write it later to a command in the background. `check`: raise CommandFailed. `timeout`:
+        in seconds: 60 by default, 0 for none; in the background none by default. A command that is killed at it
+        raises GuestTimeout, whose `body` has the output so far.
+        """
+        spec = spec_of(cmd, cwd=cwd, envs=envs, user=user)
+        if background:
+            return self._start(spec, background_limit(timeout), stdin)
+        if stdin is True:
+            raise InvalidInput("stdin=True is for a command in the background", hint="Add background=True")
+        limit_s = foreground_limit(timeout)
+        if on_stdout is None and on_stderr is None:
+            answer = self._controller.exec_command(self._id, timeout_secs=limit_s, stdin=stdin or None, **spec)
+            result = result_of(answer)
+        else:
+            events = self._controller.exec_stream(self._id, timeout_secs=limit_s, stdin=stdin or None, **spec)
+            collector = follow(events, on_stdout, on_stderr)
+            result = collector.command_result()
+        return result.check() if check else result
+
+    def _start(self, spec: CommandSpec, limit_s: float | None, stdin: str | bool | None) -> CommandHandle:
+        """A text for its input is written and the input closed; True leaves it open."""
+        has_input = stdin is not None and stdin is not False
+        info = self._controller.start_process(self._id, timeout_secs=limit_s, stdin=has_input, **spec)
+        handle = CommandHandle(self._controller, self._id, info["pid"])
+        if isinstance(stdin, str):
+            handle.send_stdin(stdin)
+            handle.close_stdin()
+        return handle
+
+    def list(self) -> list[Process]:
+        """Those started in the background; ended ones for a minute."""
+        return [Process.of(body) for body in self._controller.list_processes(self._id)]
+
+    def kill(self, pid: int) -> bool:
+        """False when it had ended."""
+        return CommandHandle(self._controller, self._id, pid).kill()
+
+    def send_stdin(self, pid: int, data: str | bytes) -> None:
+        CommandHandle(self._controller, self._id, pid).send_stdin(data)
+
+    def connect(self, pid: int) -> CommandHandle:
+        """A handle of one that was started before."""
+        info = self._controller.get_process(self._id, pid)
+        return CommandHandle(self._controller, self._id, info["pid"])
+
+
+class Pty:
+    def __init__(self, controller: Controller, sandbox_id: str) -> None:
+        self._controller = controller
+        self._id = sandbox_id
+
+    def create(
+        self,
+        rows: int = 24,
+        cols: int = 80,
+        *,
+        cmd: str | Sequence[str] | None = None,
+        user: str | int | None = None,
+        cwd: str | None = None,
+        envs: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> PtyHandle:
+        """A terminal with a login shell, or `cmd`."""
+        envs = {"TERM": "xterm-256color", **(envs or {})}
+        spec = spec_of(_LOGIN_SHELL if cmd is None else cmd, cwd=cwd, envs=envs, user=user)
+        limit_s = background_limit(timeout)
+        info = self._controller.start_process(self._id, timeout_secs=limit_s, pty=(rows, cols), **spec)
+        return PtyHandle(self._controller, self._id, info["pid"])
+
+    def connect(self, pid: int) -> PtyHandle:
+        info = self._controller.get_process(self._id, pid)
+        return PtyHandle(self._controller, self._id, info["pid"])

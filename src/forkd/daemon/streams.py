@@ -1,0 +1,158 @@
+"""Answers that are sent as they are made: server-sent events, and the content of a file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from forkd.daemon.call import Call
+from forkd.daemon.errors import CALL, ClientGone, Internal, Stopping, error_body
+from forkd.errors import ForkdError, GuestTimeout
+
+Pieces = AsyncGenerator[bytes, None]
+
+SILENCE_S = 15.0  # after which a comment shows that we are still there
+STALL_S = 60.0  # in which a piece of a file has to move
+EVENTS = "text/event-stream"
+BYTES = "application/octet-stream"
+_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+log = logging.getLogger("forkd.requests")
+
+
+def render_event(event: str, data: Mapping[str, Any], number: int | None = None) -> bytes:
+    head = f"id: {number}\n" if number is not None else ""
+    return f"{head}event: {event}\ndata: {json.dumps(data)}\n\n".encode()
+
+
+async def start_events(call: Call, events: Pieces) -> Response:
+    """With the first event at hand: an error before it is an answer with a status."""
+    async with call.while_connected():
+        first = await anext(events)
+    return EventStream(_chained(first, events))
+
+
+async def _chained(first: bytes, events: Pieces) -> Pieces:
+    async with aclosing(events):
+        yield first
+        async for event in events:
+            yield event
+
+
+class EventStream(Response):
+    """Ends when `events` does, when the client goes away, and, if `endless`, when the daemon stops."""
+
+    def __init__(self, events: Pieces, *, endless: bool = False) -> None:
+        super().__init__(None, 200, _HEADERS, EVENTS)
+        del self.headers["content-length"]
+        self._events = events
+        self._endless = endless
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call: Call = scope[CALL]
+        if self._endless:
+            task = asyncio.current_task()
+            assert task is not None
+            call.daemon.activity.add_endless(task)
+        output = _Output(send)
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await output.write(b"")  # the head waits for it
+        try:
+            await self._pump(call, output)
+        except ClientGone:
+            pass
+        except asyncio.CancelledError:
+            if not self._endless:
+                await output.write(_render_error(call, Stopping()))
+        except ForkdError as error:
+            await output.write(_render_error(call, error))
+        except Exception:
+            log.exception("A stream of events failed")
+            await output.write(_render_error(call, Internal()))
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _pump(self, call: Call, output: _Output) -> None:
+        ticking = asyncio.create_task(output.break_silence())
+        try:
+            async with call.while_connected(), aclosing(self._events) as events:
+                async for event in events:
+                    await output.write(event)
+        finally:
+            ticking.cancel()
+
+
+class _Output:
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._spoken = False
+
+    async def write(self, data: bytes) -> None:
+        self._spoken = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def break_silence(self) -> None:
+        while True:
+            self._spoken = False
+            await asyncio.sleep(SILENCE_S)
+            if not self._spoken:
+                await self.write(b": still here\n\n")
+
+
+def _render_error(call: Call, error: ForkdError) -> bytes:
+    call.code = error.code
+    return render_event("error", error_body(error))
+
+
+async def start_content(call: Call, content: Pieces) -> Response:
+    """With the first piece at hand: an error before it is an answer with a status."""
+    async with call.while_connected():
+        first = await _next(content)
+    return Content(first, content)
+
+
+class Content(Response):
+    """Of unknown length. When it fails half-way the connection is aborted: it must not look complete."""
+
+    media_type = BYTES
+
+    def __init__(self, first: bytes, rest: Pieces) -> None:
+        super().__init__(None, 200)
+        del self.headers["content-length"]
+        self._first = first
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call: Call = scope[CALL]
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async with call.while_connected(), aclosing(self._rest) as rest:
+                data = self._first
+                while data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    data = await _next(rest)
+            await send({"type": "http.response.body", "body": b""})
+        except ClientGone:
+            call.link.abort()
+        except ForkdError as error:
+            call.code = error.code
+            call.link.abort()
+
+
+async def _next(content: Pieces) -> bytes:
+    """The next piece, nothing at the end."""
+    try:
+        async with asyncio.timeout(STALL_S):
+            return await anext(content, b"")
+    except TimeoutError:
+        raise stalled() from None
+
+
+def stalled() -> GuestTimeout:
+    return GuestTimeout(f"No part of the file was transferred for {STALL_S:g} s")

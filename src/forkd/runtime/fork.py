@@ -1,0 +1,185 @@
+"""Forking children of a snapshot: admitted, in parallel, each one with a proven identity of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from forkd.engines.base import Engine, Frozen, Machine, Way
+from forkd.errors import ChannelClosed, EngineFailed, ForkdError, GuestDied, GuestTimeout
+from forkd.guest.agent import Agent
+from forkd.guest.identity import ForkProof, become
+from forkd.host.faults import fault_point
+from forkd.host.system import CHILD_MIB, FORKED_CHILD_MIB
+from forkd.model.machine import NO_LIMITS, Limits, parse_count
+from forkd.model.names import Identity, new_identity
+from forkd.model.sandbox import new_sandbox_id
+from forkd.runtime.admission import admit_children, look, starts_at_once
+from forkd.runtime.child import Child, raise_explained
+from forkd.runtime.templates import Template, fork_machine
+
+_MORE_ATTEMPTS = 2
+# A VMM whose channel just closed is dying, as a rule.
+_DEATH_DEADLINE_S = 1.0
+
+AfterFork = Callable[[Child], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Forked:
+    """The children that came up, in the order asked for, and the errors of the others, by sandbox id."""
+
+    sandboxes: list[Child]
+    errors: Mapping[str, ForkdError]
+
+
+def new_identities(n: int, *, env: Mapping[str, str] | None = None) -> list[Identity]:
+    return [new_identity(new_sandbox_id(), env=env) for _ in range(parse_count(n))]
+
+
+async def fork_children(
+    engine: Engine,
+    frozen: Frozen,
+    identities: Sequence[Identity],
+    directory: Path,
+    *,
+    limits: Limits = NO_LIMITS,
+    template: Template | None = None,
+    gate: asyncio.Semaphore | None = None,
+    after: AfterFork | None = None,
+    allow_partial: bool = False,
+) -> Forked:
+    """All of them, or none and the first error. With `allow_partial` those that can, and an error when none could.
+
+    `template`: what to fork, instead of starting a VMM for each. `gate` bounds how many start at once, where starts of
+    others count too. `after` runs for each child as part of its start. On cancellation, and on an error that
+    is not a ForkdError, all children are killed.
+    """
+    capacity = look()
+    admit_children(1 if allow_partial else parse_count(len(identities)), capacity, child_mib(template))
+    engine.check(frozen)
+    gate = gate or asyncio.Semaphore(starts_at_once(capacity))
+    ready: dict[str, Child] = {}
+    errors: dict[str, ForkdError] = {}
+
+    async def start(identity: Identity) -> None:
+        async with gate:
+            # Again: those before it, and others, have taken memory since.
+            admit_children(1, look(), child_mib(template))
+            sandbox = await fork_one(engine, frozen, identity, directory, limits, template)
+            ready[sandbox.id] = sandbox
+            if after is not None:
+                await after(sandbox)
+
+    async def try_start(identity: Identity) -> None:
+        try:
+            await start(identity)
+        except ForkdError as error:
+            errors[identity.sandbox_id] = error
+            if failed := ready.pop(identity.sandbox_id, None):
+                await failed.kill()
+
+    try:
+        with template.in_use() if template else contextlib.nullcontext():
+            async with asyncio.TaskGroup() as tasks:
+                for identity in identities:
+                    tasks.create_task(try_start(identity) if allow_partial else start(identity))
+    except BaseExceptionGroup as group:
+        await kill_all(ready.values())
+        first = _first(group)
+        raise first from first.__cause__
+    except BaseException:
+        await kill_all(ready.values())
+        raise
+    if not ready:
+        raise next(iter(errors.values()))
+    return Forked([ready[one.sandbox_id] for one in identities if one.sandbox_id in ready], errors)
+
+
+def child_mib(template: Template | None) -> int:
+    """What the next child is expected to need."""
+    return FORKED_CHILD_MIB if template and template.usable else CHILD_MIB
+
+
+async def fork_one(
+    engine: Engine,
+    frozen: Frozen,
+    identity: Identity,
+    directory: Path,
+    limits: Limits = NO_LIMITS,
+    template: Template | None = None,
+) -> Child:
+    """One child that has kept the fork contract; one that has not is killed before the error is raised."""
+    try:
+        machine = await fork_machine(engine, frozen, directory / identity.sandbox_id, limits, template)
+        fault_point("spawn.started")
+        forked = machine.phases.way is Way.FORK
+        with template.judged(limits) if template and forked else contextlib.nullcontext():
+            return await prove(machine, identity)
+    except (EngineFailed, GuestDied, GuestTimeout) as error:
+        if limits != NO_LIMITS:
+            limited = f"Its limits may be too low for the guest: {limits}"
+            error.hint = limited if error.hint is None else f"{error.hint}. {limited}"
+        raise
+
+
+async def prove(machine: Machine, identity: Identity) -> Child:
+    """Give it an identity of its own and have it prove that, or kill it."""
+    agent: Agent | None = None
+    try:
+        try:
+            agent, proof = await _become(machine, identity)
+        except ForkdError as error:
+            await raise_explained(error, machine, "it was forked")
+        await machine.running()
+    except BaseException:
+        if agent is not None:
+            agent.close()
+        await machine.kill()
+        raise
+    machine.phases.mark("contract", time.monotonic())
+    return Child(identity, machine, agent, proof)
+
+
+async def _become(machine: Machine, identity: Identity) -> tuple[Agent, ForkProof]:
+    """An agent that kept the contract, asked again when its stream was lost and the VM lives.
+
+    A guest on vsock resets its connections when it wakes up, and may take ours for one of the past. The contract sets
+    things and adds to nothing, so it may be kept twice.
+    """
+    for _ in range(_MORE_ATTEMPTS):
+        try:
+            return await _try_become(machine, identity)
+        except ChannelClosed:
+            await asyncio.wait([machine.death], timeout=_DEATH_DEADLINE_S)
+            if machine.death.done():
+                raise
+    return await _try_become(machine, identity)
+
+
+async def _try_become(machine: Machine, identity: Identity) -> tuple[Agent, ForkProof]:
+    agent = Agent.attach(await machine.connect())
+    try:
+        # Sent before the guest runs, where the engine can: it is there, waiting, when the guest wakes up.
+        return agent, await become(agent, identity)
+    except BaseException:
+        agent.close()
+        raise
+
+
+async def kill_all(sandboxes: Iterable[Child]) -> None:
+    """All of them, even when one resists; its error is raised at the end."""
+    for outcome in await asyncio.gather(*(sandbox.kill() for sandbox in sandboxes), return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,200 @@
+"""What the daemon serves: sandboxes, snapshots, workspaces and events of one home, owned by one process at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from forkd.engines.base import Engine
+from forkd.errors import ForkdError
+from forkd.host.cgroup import remove_groups
+from forkd.host.files import owned
+from forkd.host.marked import kill_marked
+from forkd.host.paths import DAEMON_LOCK, Home, ensure_private
+from forkd.host.system import start_time_ticks
+from forkd.model.sandbox import OnTimeout, State
+from forkd.runtime.events import EventLog
+from forkd.runtime.recovery import recover
+from forkd.runtime.registry import Registry, SandboxRecord
+from forkd.runtime.sandboxes import Sandboxes
+from forkd.runtime.snapshots import Snapshots, SnapshotView
+from forkd.runtime.spawn import Spawner
+from forkd.runtime.templates import DEFAULT_POLICY, TemplatePolicy, Templates
+from forkd.runtime.workspaces import Workspaces
+
+TICK_S = 0.5
+DEAD_KEPT_S = 600.0
+SPAWN_KEYS_KEPT_S = 24 * 3600.0
+_FORGET_EVERY_TICKS = 20
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    on_stop: Literal["keep", "kill"] = "keep"
+    unenforced_limits: Literal["refuse", "drop"] = "refuse"
+    templates: TemplatePolicy = DEFAULT_POLICY
+
+
+_DEFAULT = RuntimeOptions()
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """Each snapshot with the sandboxes forked from it; orphans' snapshot is gone."""
+
+    snapshots: tuple[tuple[SnapshotView, tuple[SandboxRecord, ...]], ...]
+    orphans: tuple[SandboxRecord, ...]
+
+
+class Runtime:
+    def __init__(self, home: Home, engine: Engine, registry: Registry, options: RuntimeOptions = _DEFAULT) -> None:
+        self.home = home
+        self.engine = engine
+        self.registry = registry
+        self.events = EventLog(registry)
+        self.sandboxes = Sandboxes(home, engine, registry, self.events)
+        self.templates = Templates(engine, home.vms, options.templates)
+        self.snapshots = Snapshots(home, engine, registry, self.events, self.templates)
+        drop_limits = options.unenforced_limits == "drop"
+        self.spawn = Spawner(self.sandboxes, self.snapshots, self.templates, drop_limits=drop_limits).spawn
+        self.workspaces = Workspaces(registry, self.sandboxes, self.spawn)
+        self.ready = False
+
+    @classmethod
+    @asynccontextmanager
+    async def opened(cls, home: Home, engine: Engine, options: RuntimeOptions = _DEFAULT) -> AsyncIterator[Runtime]:
+        """Take the home over: adopt what runs, finish or roll back what was under way. VMs outlive the block."""
+        with _owned_home(home), contextlib.closing(Registry(home.registry)) as registry:
+            runtime = cls(home, engine, registry, options)
+            try:
+                await recover(runtime.sandboxes)
+                runtime.snapshots.recover()
+                runtime.ready = True
+                runtime.events.emit("daemon.started", data={"pid": os.getpid(), "engine": engine.name})
+                upkeep = asyncio.create_task(keep_up(runtime.sandboxes), name="upkeep")
+                try:
+                    yield runtime
+                finally:
+                    upkeep.cancel()
+                    await asyncio.gather(upkeep, return_exceptions=True)
+            finally:
+                await runtime._close(options)
+
+    async def _close(self, options: RuntimeOptions) -> None:
+        self.ready = False
+        self.events.emit("daemon.stopping")
+        await self.snapshots.close()
+        await self.templates.close()
+        if options.on_stop == "kill":
+            await self.sandboxes.kill_all()
+        await self.sandboxes.close()
+
+    def lineage(self) -> Lineage:
+        children: dict[str, list[SandboxRecord]] = {}
+        for record in self.registry.list_sandboxes():
+            children.setdefault(record.snapshot_tag, []).append(record)
+        snapshots = tuple((view, tuple(children.pop(view.tag, ()))) for view in self.snapshots.list())
+        return Lineage(snapshots, tuple(record for orphans in children.values() for record in orphans))
+
+
+_log = logging.getLogger(__name__)
+
+
+async def keep_up(sandboxes: Sandboxes) -> None:
+    """What a daemon does without being asked, until cancelled: deadlines, forgetting the dead.
+
+    A sandbox that resists holds up no other, and is tried again.
+    """
+    ticks = 0
+    while True:
+        now = time.time()
+        due = [_expire(sandboxes, record) for record in sandboxes.registry.list_due(now)]
+        for outcome in await asyncio.gather(*due, return_exceptions=True):
+            if isinstance(outcome, ForkdError):
+                _log.warning("Upkeep: %s", outcome.message)
+            elif isinstance(outcome, Exception):
+                _log.error("Upkeep failed", exc_info=outcome)
+        if ticks % _FORGET_EVERY_TICKS == 0:
+            forget(sandboxes, now)
+        ticks += 1
+        await asyncio.sleep(TICK_S)
+
+
+def forget(sandboxes: Sandboxes, now: float) -> None:
+    for sandbox_id in sandboxes.registry.list_ended_before(now - DEAD_KEPT_S):
+        sandboxes.forget(sandbox_id)
+    sandboxes.registry.forget_spawns_before(now - SPAWN_KEYS_KEPT_S)
+
+
+async def _expire(sandboxes: Sandboxes, record: SandboxRecord) -> None:
+    sandboxes.events.emit("sandbox.timeout", sandbox_id=record.id, data={"action": record.on_timeout.value})
+    if record.on_timeout is OnTimeout.KILL:
+        await sandboxes.kill(record.id)
+        return
+    sandboxes.registry.change(record.id, deadline_unix=None)
+    if record.state is State.RUNNING:
+        await sandboxes.pause(record.id)
+
+
+@contextmanager
+def _owned_home(home: Home) -> Iterator[None]:
+    """One daemon for a home, and one for a runtime directory: each would take the other's VMs for strays."""
+    ensure_private(home.runtime)
+    home.root.mkdir(parents=True, exist_ok=True)
+    ensure_private(home.vms)
+    hint = "Use it, or stop it with: forkd down"
+    with owned(home.root / DAEMON_LOCK, f"A daemon for {home.root} runs already", hint):
+        with owned(home.runtime / DAEMON_LOCK, f"A daemon in {home.runtime} runs already", hint):
+            yield
+
+
+@contextmanager
+def session(runtime: Path) -> Iterator[Path]:
+    """A fresh runtime directory of a run without a daemon; always removed afterwards.
+
+        <runtime>/<pid>-<start time>/<machine>/   sockets and console of each VM
+
+    What a killed run left behind is swept by the next one. The owner is in the directory's name, so there is no instant
+    at which a directory exists without an owner.
+    """
+    ensure_private(runtime)
+    sweep(runtime)
+    pid = os.getpid()
+    directory = runtime / f"{pid}-{start_time_ticks(pid)}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        remove_groups(directory)
+
+
+def sweep(runtime: Path) -> list[str]:
+    """Kill the VMs and remove the directories of runs that are over; returns the names of those runs."""
+    swept = []
+    for directory in runtime.iterdir():
+        owner = _parse_owner(directory.name)
+        if owner is None or start_time_ticks(owner[0]) == owner[1]:
+            continue
+        kill_marked(directory)
+        remove_groups(directory)
+        shutil.rmtree(directory, ignore_errors=True)
+        swept.append(directory.name)
+    return swept
+
+
+def _parse_owner(name: str) -> tuple[int, int] | None:
+    """A pid and its start time, or None: zero and numbers that no pid can have."""
+    pid, _, started = name.partition("-")
+    if not (pid.isdecimal() and started.isdecimal() and len(pid) < 10 and len(started) < 20 and int(pid)):
+        return None
+    return int(pid), int(started)

@@ -1,0 +1,274 @@
+"""The sandboxes there are: row, VM and port of each, changed together and in an order that survives a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Coroutine
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from forkd.engines.base import Death, Engine, ExitReason, tail_of
+from forkd.engines.machine import CONSOLE
+from forkd.errors import Conflict, ForkdError, GuestDied, InvalidInput, NotFound, NotRunning
+from forkd.host.cgroup import find_group
+from forkd.host.faults import fault_point
+from forkd.host.marked import kill_marked
+from forkd.host.paths import Home
+from forkd.host.threads import in_thread
+from forkd.model.machine import Limits
+from forkd.model.names import parse_name
+from forkd.model.sandbox import ID_PREFIX, OnTimeout, State, check_timeout
+from forkd.runtime.child import LiveSandbox
+from forkd.runtime.events import EventLog
+from forkd.runtime.ports import AgentPorts
+from forkd.runtime.registry import Registry, SandboxQuery, SandboxRecord, absent
+
+_log = logging.getLogger(__name__)
+
+CONSOLE_BYTES = 1024 * 1024
+_CAUSE_LIMIT = 2000
+_KILLS_AT_ONCE = 16
+
+T = TypeVar("T")
+
+
+class Sandboxes:
+    def __init__(self, home: Home, engine: Engine, registry: Registry, events: EventLog) -> None:
+        self.home = home
+        self.engine = engine
+        self.registry = registry
+        self.events = events
+        self.live: dict[str, LiveSandbox] = {}
+        self.ports = AgentPorts(self.use)
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def directory(self, sandbox_id: str) -> Path:
+        return self.home.vms / sandbox_id
+
+    async def finished(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run to the end, even if the caller stops waiting: a cancelled caller must not leave half of it done."""
+        return await asyncio.shield(self._own(work))
+
+    def _own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # Looking
+
+    def get(self, sandbox_id: str) -> SandboxRecord:
+        return self.registry.get_sandbox(sandbox_id)
+
+    def find(self, query: SandboxQuery) -> tuple[list[SandboxRecord], int | None]:
+        """One page, and the number after which the next one starts."""
+        if query.limit is None:
+            return self.registry.list_sandboxes(query), None
+        records = self.registry.list_sandboxes(replace(query, limit=query.limit + 1))
+        more = len(records) > query.limit
+        records = records[: query.limit]
+        return records, records[-1].number if more else None
+
+    def counts(self) -> dict[State, int]:
+        return self.registry.count_states()
+
+    def use(self, sandbox_id: str) -> AbstractAsyncContextManager[LiveSandbox]:
+        """The way to talk to a guest. Raises when it cannot be talked to now, or dies meanwhile."""
+        live = self._held(sandbox_id)
+        if live.state is not State.RUNNING:
+            raise _not_running(self.get(sandbox_id))
+        return live.answering()
+
+    def console(self, sandbox_id: str) -> str:
+        return tail_of(self.directory(self.get(sandbox_id).id) / CONSOLE, CONSOLE_BYTES)
+
+    # Changing
+
+    def hold(self, live: LiveSandbox) -> None:
+        """From here on its death is noticed."""
+        self.live[live.id] = live
+        live.machine.death.add_done_callback(lambda death: self._on_death(live, death))
+
+    async def pause(self, sandbox_id: str) -> SandboxRecord:
+        return await self.finished(self._pause(sandbox_id))
+
+    async def _pause(self, sandbox_id: str) -> SandboxRecord:
+        live = self._held(sandbox_id)
+        async with live.lock:
+            if live.state is State.RUNNING:
+                await live.machine.pause()
+                self._move(live, State.PAUSED, "sandbox.paused")
+            elif live.state is not State.PAUSED:
+                raise _not_running(self.get(sandbox_id))
+        return self.get(sandbox_id)
+
+    async def resume(self, sandbox_id: str) -> SandboxRecord:
+        return await self.finished(self._resume(sandbox_id))
+
+    async def _resume(self, sandbox_id: str) -> SandboxRecord:
+        live = self._held(sandbox_id)
+        async with live.lock:
+            if live.state is State.PAUSED:
+                await self._wake(live)
+            elif live.state is not State.RUNNING:
+                raise _not_running(self.get(sandbox_id))
+        return self.get(sandbox_id)
+
+    async def _wake(self, live: LiveSandbox) -> None:
+        await live.machine.resume()
+        try:
+            async with live.answering():
+                await live.agent.set_clock()
+        except ForkdError:
+            # A guest with a wrong clock is not handed out.
+            await live.machine.pause()
+            raise
+        self._move(live, State.RUNNING, "sandbox.resumed")
+
+    async def kill(self, sandbox_id: str) -> None:
+        await self.finished(self._kill(sandbox_id))
+
+    async def kill_all(self) -> int:
+        """Running and dead ones; returns how many went."""
+        gate = asyncio.Semaphore(_KILLS_AT_ONCE)
+
+        async def kill(record: SandboxRecord) -> int:
+            async with gate:
+                try:
+                    await self.kill(record.id)
+                except (NotFound, Conflict):  # it went by itself, or is starting or stopping
+                    return 0
+            return 1
+
+        return sum(await asyncio.gather(*map(kill, self.registry.list_sandboxes())))
+
+    async def _kill(self, sandbox_id: str) -> None:
+        record = self.get(sandbox_id)
+        live = self.live.get(record.id)
+        if live is None:
+            if record.state is not State.DEAD:
+                raise _not_running(record)
+            self.forget(record.id)
+            return
+        async with live.lock:
+            if live.id not in self.live:
+                raise absent(sandbox_id)  # another request was first
+            if live.state is not State.STOPPING:
+                self.registry.move([live.id], State.STOPPING)
+                live.state = State.STOPPING
+            fault_point("delete.marked")
+            await live.end()
+            fault_point("delete.killed")
+            del self.live[live.id]
+            self.forget(live.id)
+            fault_point("delete.removed")
+
+    def forget(self, sandbox_id: str) -> None:
+        """Nothing runs for it any more: its files, its port and its row go."""
+        self.ports.close(sandbox_id)
+        shutil.rmtree(self.directory(sandbox_id), ignore_errors=True)
+        with self.registry.transaction():
+            self.registry.remove_sandboxes([sandbox_id])
+            self.events.emit("sandbox.removed", sandbox_id=sandbox_id)
+
+    def set_timeout(
+        self, sandbox_id: str, timeout_s: float | None, on_timeout: OnTimeout | None = None
+    ) -> SandboxRecord:
+        check_timeout(timeout_s)
+        record = self.get(sandbox_id)
+        if record.state not in (State.RUNNING, State.PAUSED):
+            raise _not_running(record)
+        deadline = None if timeout_s is None else time.time() + timeout_s
+        self.registry.change(record.id, deadline_unix=deadline, on_timeout=on_timeout or record.on_timeout)
+        return self.get(record.id)
+
+    def rename(self, sandbox_id: str, name: str | None) -> SandboxRecord:
+        """None takes its name away. A name can be used in place of the id, so it must not look like one."""
+        if name is not None and parse_name(name, "sandbox name").startswith(ID_PREFIX):
+            raise InvalidInput(f"A sandbox name must not start with {ID_PREFIX}, got {name}", hint="Ids start with it")
+        record = self.get(sandbox_id)
+        with self.registry.transaction():
+            self.registry.rename(record.id, name)
+            self.events.emit("sandbox.renamed", sandbox_id=record.id, data={"name": name})
+        return self.get(record.id)
+
+    def bury(self, sandbox_id: str, cause: str) -> None:
+        """Its VM is gone without a request. The row and the console stay, to show why."""
+        self.ports.close(sandbox_id)
+        changes = {"pid": None, "cause": cause[:_CAUSE_LIMIT], "ended_at_unix": time.time(), "deadline_unix": None}
+        with self.registry.transaction():
+            self.registry.move([sandbox_id], State.DEAD, {sandbox_id: changes})
+            self.events.emit("sandbox.dead", sandbox_id=sandbox_id, data={"cause": cause[:_CAUSE_LIMIT]})
+
+    async def close(self) -> None:
+        """Let go of all VMs; they run on. What was under way is cancelled and rolls itself back."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.ports.close_all()
+        await asyncio.gather(*(live.let_go() for live in self.live.values()))
+        self.live.clear()
+
+    def _held(self, sandbox_id: str) -> LiveSandbox:
+        if live := self.live.get(sandbox_id):
+            return live
+        record = self.get(sandbox_id)
+        if record.id not in self.live:
+            raise _not_running(record)
+        return self.live[record.id]
+
+    def _move(self, live: LiveSandbox, to: State, event: str) -> None:
+        with self.registry.transaction():
+            self.registry.move([live.id], to)
+            self.events.emit(event, sandbox_id=live.id)
+        live.state = to
+
+    def _on_death(self, live: LiveSandbox, death: asyncio.Future[Death]) -> None:
+        if death.cancelled() or self.live.get(live.id) is not live or live.state is State.STOPPING:
+            return
+        del self.live[live.id]
+        live.state = State.DEAD
+        live.hang_up()
+        self._own(self._tidy(live))
+        ended = death.result()
+        last_words = live.machine.console_tail().strip().splitlines()[-3:]
+        why = f"{ended.reason.value} ({ended.status})"
+        if ended.reason is ExitReason.OUT_OF_MEMORY:
+            why = describe_out_of_memory(self.get(live.id).limits)
+        _log.warning("Sandbox %s died: %s", live.id, why)
+        self.bury(live.id, "\n".join([why, *last_words]))
+
+    async def _tidy(self, live: LiveSandbox) -> None:
+        """Of a VM that is gone: what we hold of it, and what its VMM had started, which has no owner now."""
+        await live.machine.release()
+        await in_thread(lambda: end_processes(self.directory(live.id)))
+
+
+def describe_out_of_memory(limits: Limits) -> str:
+    return f"{ExitReason.OUT_OF_MEMORY.value} of {limits.memory_mib} MiB"
+
+
+def end_processes(directory: Path) -> None:
+    """All that a VM in `directory` has started, and the group they are in."""
+    kill_marked(directory)
+    if group := find_group(directory):
+        group.remove()
+
+
+def _not_running(record: SandboxRecord) -> ForkdError:
+    if record.state is State.DEAD:
+        error: ForkdError = GuestDied(
+            f"Sandbox {record.id} is dead: {(record.cause or 'cause unknown').splitlines()[0]}",
+            hint="Its console is kept for a while: forkd logs",
+            details=record.cause,
+        )
+        error.status = 409
+        return error
+    hint = "Resume it first" if record.state is State.PAUSED else None
+    return NotRunning(f"Sandbox {record.id} is {record.state.value}", hint=hint)
