@@ -15,9 +15,11 @@ import pytest
 from forkd.agent.loop import Loop
 from forkd.agent.port import ListeningPort, is_host, open_vsock, parse_vsock_port
 from forkd.guest.agent import Agent
+from forkd.wire.agent import CALL, EXEC, HELLO, REPLY, Parser, encode_json
 
 _START = "import sys; from forkd.agent.main import rehearse; rehearse(int(sys.argv[1]), *sys.argv[2:])"
 _EXIT_S = 10.0
+PING = {"op": "ping"}
 
 
 @pytest.fixture
@@ -164,3 +166,19 @@ def test_a_local_user_of_a_guest_with_a_vsock_loopback_is_hung_up_on(vsock_port:
     finally:
         port._listener.close()
         loop.epoll.close()
+
+
+async def test_what_a_client_sent_is_not_answered_once_it_has_left(address: str, tmp_path: Path) -> None:
+    """Its frames may reach the agent after it has gone; only a greeting starts the next session."""
+    (await Agent.connect(connect(address))).close()
+    with connect(address) as late:
+        late.sendall(encode_json(EXEC, 3, {"argv": ["touch", str(tmp_path / "late")]}) + encode_json(CALL, 4, PING))
+        late.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            late.recv(1)
+        late.sendall(encode_json(HELLO, 5, {"session": "next"}) + encode_json(CALL, 6, PING))
+        late.settimeout(5)
+        parser, answered = Parser(), []
+        while len(answered) < 2:
+            answered += [(kind, stream) for kind, _, stream, _ in parser.feed(late.recv(65536))]
+    assert answered == [(HELLO, 5), (REPLY, 6)] and not (tmp_path / "late").exists()

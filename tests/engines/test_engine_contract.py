@@ -257,8 +257,6 @@ async def test_a_live_fork_has_a_process_a_directory_sockets_and_a_console_of_it
                 assert (await again.eval("__import__('socket').gethostname()")).value == fork.identity.hostname
 
 
-# On a busy host a fork of such a VM sometimes never answers: docs/reference/limits.md.
-@pytest.mark.flaky(reruns=4, only_rerun="GuestTimeout")
 async def test_a_machine_that_nobody_is_connected_to_is_forked_like_any_other(live: Case, run_directory: Path) -> None:
     async with started(live, run_directory) as source:
         await source.agent.eval("kept = 5")
@@ -268,6 +266,18 @@ async def test_a_machine_that_nobody_is_connected_to_is_forked_like_any_other(li
             assert await values_of(forks, "kept") == [5, 5]
             with closing(await Agent.connect(await source.machine.connect())) as again:
                 assert (await again.eval("kept")).value == 5
+
+
+async def test_a_fork_made_while_the_client_of_its_source_leaves_hears_its_own(live: Case, run_directory: Path) -> None:
+    async with started(live, run_directory) as source:
+        agent = source.agent
+        for delay_s in (0, 0.001, 0.002, 0.004, 0.008, 0.012, 0.016, 0.02, 0.03, 0.04):
+            agent.close()
+            await asyncio.sleep(delay_s)
+            async with live_forks(live.engine, source.machine, run_directory, 1) as (fork,):
+                assert await value_of(fork, "past + 1") == 42
+            agent = await Agent.connect(await source.machine.connect())
+        agent.close()
 
 
 @pytest.mark.parametrize("first", ["source", "fork"])

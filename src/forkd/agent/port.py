@@ -95,21 +95,13 @@ class Port(Outbox):
             self.on_frames(frames)
 
     def _hang_up(self) -> None:
+        """What waits to be read stays: the next client may be here already, and have sent its greeting."""
         if not self._edge:
             self._set_edge(True)
-        self._discard_input()
         self._parser.reset()
         self.clear()
         self.broken = True  # until the host is back, what is sent is dropped
         self.on_hangup()
-
-    def _discard_input(self) -> None:
-        """Drop what the host sent before it left: the next client must not get the answers."""
-        try:
-            while os.read(self.fd, _READ_BYTES):
-                pass
-        except OSError:
-            pass
 
     def _set_edge(self, edge: bool) -> None:
         self._edge = edge

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 AGENT_VERSION = "1"
 _FREEZE_WAIT_S = 60.0
+_GREETINGS = (HELLO, BECOME)
 
 _CODES = {
     errno.ENOENT: "not_found",
@@ -83,6 +84,7 @@ class Server:
         self._platform = platform
         self._env = env
         self._session = ""
+        self._left = False  # the client has, and the next one has not greeted us yet
         self._streams: Dict[int, Stream] = {}
         self._joiner = Joiner()
         self._started = time.monotonic()
@@ -118,6 +120,10 @@ class Server:
 
     def _on_frames(self, frames: Frames) -> None:
         for kind, flags, stream, payload in frames:
+            if self._left:
+                if kind not in _GREETINGS:
+                    continue  # of the client before: the next one must not get the answers
+                self._left = False
             try:
                 if flags & MORE or self._joiner.active:
                     whole = self._joiner.join(kind, flags, stream, payload)
@@ -238,6 +244,7 @@ class Server:
 
     def _on_hangup(self) -> None:
         self._session = ""
+        self._left = True
         self._joiner.reset()
         self._end_session(detach=False)
 
