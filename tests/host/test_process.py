@@ -1,8 +1,10 @@
 """Child processes: how they end, and that they do."""
 
+import asyncio
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +15,7 @@ from support_processes import has_ended, wait_until
 
 from forkd.errors import EngineFailed, HostLacks
 from forkd.host import process
-from forkd.host.process import ExitStatus, spawn, take_over
+from forkd.host.process import Exited, ExitStatus, spawn, take_over
 from forkd.host.system import start_time_ticks
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -201,3 +203,58 @@ async def test_a_child_that_cannot_be_watched_does_not_live(tmp_path: Path, monk
     monkeypatch.setattr(process.os, "pidfd_open", refuse)
     with pytest.raises(EngineFailed, match="Too many open files"):
         await run("sleep", "60", output=tmp_path / "log")  # that it is gone is seen by nothing_left
+
+
+# What is asked of a process that may exit before it answers
+
+
+async def test_an_answer_is_waited_for_until_the_process_exits(tmp_path: Path) -> None:
+    process = spawn(["sleep", "60"], output=tmp_path / "log")
+    assert await process.unless_it_exits(asyncio.sleep(0.01, "an answer")) == "an answer"
+    asking = asyncio.create_task(process.unless_it_exits(asyncio.Event().wait()))
+    await asyncio.sleep(0)
+    await process.kill()
+    with pytest.raises(Exited):
+        await asking
+    with pytest.raises(Exited):
+        await process.unless_it_exits(asyncio.Event().wait())
+
+
+async def test_a_timeout_of_the_answer_itself_is_not_taken_for_an_exit(tmp_path: Path) -> None:
+    process = spawn(["sleep", "60"], output=tmp_path / "log")
+    with pytest.raises(TimeoutError):
+        await process.unless_it_exits(asyncio.wait_for(asyncio.Event().wait(), 0.01))
+    await process.kill()
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_socket_that_is_opened_as_its_caller_is_cancelled_is_not_lost(tmp_path: Path, turns: int) -> None:
+    opened: list[socket.socket] = []
+    answers: list[socket.socket] = []
+    said = asyncio.Event()
+
+    async def open_one() -> socket.socket:
+        sock = socket.socket()
+        opened.append(sock)
+        try:
+            await said.wait()
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    async def ask() -> None:
+        answers.append(await process.unless_it_exits(open_one()))
+
+    process = spawn(["sleep", "60"], output=tmp_path / "log")
+    asking = asyncio.create_task(ask())
+    await asyncio.sleep(0)
+    said.set()
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert opened == answers or opened[0].fileno() == -1
+    for sock in answers:
+        sock.close()
+    await process.kill()

@@ -9,14 +9,17 @@ import resource
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from forkd.errors import EngineFailed, HostLacks
 from forkd.host.cgroup import Group
 from forkd.host.system import start_time_ticks
 from forkd.host.tools import find_tool
+
+T = TypeVar("T")
 
 KILL_DEADLINE_S = 10.0
 # What to do when the machine runs out of something.
@@ -51,6 +54,10 @@ class ExitStatus:
             return f"killed by signal {self.signal}"
 
 
+class Exited(Exception):
+    """The process ended first."""
+
+
 class WatchedProcess:
     """A process held by its pidfd: its exit is an event, and a signal can never reach a recycled pid."""
 
@@ -73,6 +80,27 @@ class WatchedProcess:
         self.send_signal(signal.SIGKILL)
         async with asyncio.timeout(KILL_DEADLINE_S):
             return await asyncio.shield(self.exited)
+
+    async def unless_it_exits(self, answer: Awaitable[T]) -> T:
+        """The answer, or Exited. Awaited in the caller's own task, so that no answer is lost when it is cancelled."""
+        waiting = True
+
+        def give_up(_exited: object) -> None:
+            if waiting:
+                patience.reschedule(self._loop.time())
+
+        try:
+            async with asyncio.timeout(None) as patience:
+                self.exited.add_done_callback(give_up)
+                try:
+                    return await answer
+                finally:
+                    waiting = False
+                    self.exited.remove_done_callback(give_up)
+        except TimeoutError:
+            if patience.expired():
+                raise Exited from None
+            raise
 
     def release(self) -> None:
         """Stop watching and leave it alone; `exited` stays as it is."""

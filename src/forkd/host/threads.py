@@ -24,12 +24,19 @@ async def in_thread(work: Callable[[], T]) -> T:
 @contextlib.asynccontextmanager
 async def offloaded(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
     """Enter and leave `manager` in a thread: both may hash, sync and rename gigabytes."""
-    value = await in_thread(manager.__enter__)
+    entered = False
+
+    def enter() -> T:
+        nonlocal entered
+        value = manager.__enter__()
+        entered = True
+        return value
+
     try:
-        yield value
+        yield await in_thread(enter)
     except BaseException as error:
         caught = error
-        if not await in_thread(lambda: manager.__exit__(type(caught), caught, caught.__traceback__)):
+        if not entered or not await in_thread(lambda: manager.__exit__(type(caught), caught, caught.__traceback__)):
             raise
     else:
         await in_thread(lambda: manager.__exit__(None, None, None))

@@ -9,7 +9,7 @@ import socket
 import stat
 import time
 from collections.abc import Awaitable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from forkd.engines.base import ExitReason, Phases, tail_of
 from forkd.engines.firecracker.api import Api, open_stream
@@ -26,7 +26,7 @@ from forkd.engines.machine import AGENT_SOCKET, ProcessMachine, is_dying, parse_
 from forkd.errors import EngineFailed, GuestDied
 from forkd.host.cgroup import Group
 from forkd.host.marked import kill_marked
-from forkd.host.process import KILL_DEADLINE_S, ExitStatus, WatchedProcess, children_of, take_over
+from forkd.host.process import KILL_DEADLINE_S, Exited, ExitStatus, WatchedProcess, children_of, take_over
 from forkd.host.system import start_time_ticks
 from forkd.host.tap import make_tap
 from forkd.host.threads import in_thread
@@ -145,19 +145,14 @@ class FirecrackerMachine(ProcessMachine):
 
     async def _answered(self, step: str, answer: Awaitable[T]) -> T:
         """The answer, unless Firecracker ends first."""
-        asking, exited = asyncio.ensure_future(answer), self._process.exited
         try:
-            waiting: list[asyncio.Future[Any]] = [asking, exited]
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if asking.done():
-                return asking.result()
+            return await self._process.unless_it_exits(answer)
         except EngineFailed as error:
             if not await is_dying(self._process):
                 raise EngineFailed(error.message, hint=error.hint, details=self._last_words()) from error
-        finally:
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-        status = self._status(exited.result())
+        except Exited:
+            pass
+        status = self._status(self._process.exited.result())
         raise GuestDied(
             f"Firecracker ended during {step}: {self._reason_of(status).value} ({status})", details=self._last_words()
         )

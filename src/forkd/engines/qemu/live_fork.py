@@ -94,13 +94,22 @@ async def fork_machine(
             made = await (work if source.paused else _fork_running(source, work, held, phases))
             phases.steps.update(made.steps)
             process = WatchedProcess(made.pid, made.pidfd)
-    channel = ends.channel
-    if served and AGENT not in made.took:  # the agent's client left just then, and another one is served
-        channel.close()
-        channel = await connect_to(directory / AGENT_SOCKET)
+            channel = ends.channel
+            if served and AGENT not in made.took:  # the agent's client left just then, and another one is served
+                channel = await _connected_again(process, ends.channel, directory / AGENT_SOCKET)
     machine = QemuMachine(directory, process, phases, monitor, channel=channel, group=group, paused=True)
     machine.go_on(paused=paused)
     return machine
+
+
+async def _connected_again(process: WatchedProcess, channel: socket.socket, path: Path) -> socket.socket:
+    """In place of a channel that the fork does not have; without one the fork is not wanted."""
+    channel.close()
+    try:
+        return await connect_to(path)
+    except BaseException:
+        await process.kill()
+        raise
 
 
 def _fork_thread(source: QemuMachine, *, dies_with: int | None) -> ForkThread:
