@@ -14,6 +14,8 @@ TUTORIAL = (Path(__file__).parents[2] / "docs/tutorial.md").read_text()
 _BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Ids, random numbers, sizes and times are other ones each time.
 _VARIES = re.compile(r"sb-[0-9a-f]+|127\.0\.0\.1:\d+|\d+\.\d+|pid \d+|\b\d+s\b| +")
+# Shown while they last: a command that looks again and again may miss a short one.
+_STAGES = {"booting the parent", "warming up", "freezing", "writing and checksumming"}
 _RUN_S = 300.0
 
 
@@ -47,8 +49,10 @@ def test_the_commands_of_the_tutorial_work_and_show_what_it_says(fake_home: Home
     assert len(outputs) == len(steps())
     for (command, shown), output in zip(steps(), outputs, strict=True):
         if shown:
-            assert fixed(output) == fixed(shown), command
+            missed = _STAGES - {*output.splitlines()}
+            expected = [line for line in shown.splitlines() if line not in missed]
+            assert fixed(output.splitlines()) == fixed(expected), command
 
 
-def fixed(text: str) -> list[str]:
-    return [_VARIES.sub("", line) for line in text.splitlines()]
+def fixed(lines: list[str]) -> list[str]:
+    return [_VARIES.sub("", line) for line in lines]
