@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,11 @@ from forkd.runtime.freeze import Warmup, create_snapshot
 from forkd.store.snapshots import SnapshotStore
 
 WARM = parse_tag("warm")
+
+
+def pytest_configure() -> None:
+    # A script's background jobs, and all they start, ignore interrupts; many tests send some.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
