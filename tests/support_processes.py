@@ -1,6 +1,7 @@
 """Waiting for an event, with a deadline; and processes by what /proc says of them."""
 
 import asyncio
+import ctypes
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,13 @@ from forkd.host.system import start_time_ticks
 T = TypeVar("T")
 
 DEADLINE_S = 30.0
+_PR_SET_NO_NEW_PRIVS = 38
+_prctl = ctypes.CDLL(None).prctl
+
+
+def renounce_privileges() -> None:
+    """As every process of a VM has before it becomes its program: the preexec_fn of one that is to pass for such."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def wait_until(condition: Callable[[], T], what: str = "it did not come about", every_s: float = 0.005) -> T:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from support_processes import DEADLINE_S
+from support_processes import DEADLINE_S, renounce_privileges
 
 from forkd.errors import NotForkable
 from forkd.host import spawn_filter
@@ -146,6 +146,7 @@ def started(
                 group=user,
                 extra_groups=None if user is None else [],
                 pass_fds=pass_fds,
+                preexec_fn=renounce_privileges if env else None,
             )
         try:
             yield Subject(process.pid, ours)

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support_processes import renounce_privileges
 
 from forkd.errors import EngineFailed
 from forkd.host import marked
-from forkd.host.marked import MARK, Marked, find_marked, is_stopped, kill_marked, render_environment
+from forkd.host.marked import MARK, Marked, find_marked, is_at, is_stopped, kill_marked, render_environment
 from forkd.host.system import start_time_ticks
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -25,7 +26,12 @@ def start() -> Iterator[Start]:
     started = []
 
     def begin(directory: Path, *argv: str) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(argv or ("sleep", "60"), env=render_environment(directory), stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            argv or ("sleep", "60"),
+            env=render_environment(directory),
+            stdout=subprocess.PIPE,
+            preexec_fn=renounce_privileges,
+        )
         started.append(process)
         return process
 
@@ -139,7 +145,7 @@ def test_we_do_not_find_ourselves(tmp_path: Path) -> None:
         "import sys\nfrom pathlib import Path\nfrom forkd.host.marked import find_marked, kill_marked\n"
         "kill_marked(Path(sys.argv[1])); print(find_marked(Path(sys.argv[1])))"
     )
-    command = [sys.executable, "-c", script, str(tmp_path)]
+    command = ["setpriv", "--no-new-privs", sys.executable, "-c", script, str(tmp_path)]
     done = subprocess.run(command, env=render_environment(tmp_path / "vm"), capture_output=True, timeout=30, check=True)
     assert done.stdout == b"{}\n"
 
@@ -153,6 +159,18 @@ def test_a_stopped_process_is_told_from_one_that_sleeps(tmp_path: Path, start: S
     process.kill()
     process.wait()
     assert not is_stopped(process.pid)
+
+
+@pytest.mark.parametrize("mark", ["/run/vms", "/run/vms/a", "/run/vms/a/b", "/run/vms/..a"])
+def test_a_mark_is_at_a_place_or_below(mark: str) -> None:
+    assert is_at(mark, "/run/vms")
+
+
+@pytest.mark.parametrize(
+    "mark", ["", "/run", "/run/vms-too", "/run/vms/../x", "/run/vms/..", "/run/vms/.", "/run/vms//a", "/run/vms/a/../b"]
+)
+def test_a_mark_that_takes_a_detour_is_nowhere(mark: str) -> None:
+    assert not is_at(mark, "/run/vms")
 
 
 def _as_marked(pid: int) -> Marked:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support_processes import renounce_privileges
 
 from forkd.errors import HostLacks
 from forkd.host.marked import render_environment
@@ -44,7 +45,7 @@ def dead_run(tmp_path: Path) -> Path:
 
 
 def start_marked(directory: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(["sleep", "60"], env=render_environment(directory))
+    return subprocess.Popen(["sleep", "60"], env=render_environment(directory), preexec_fn=renounce_privileges)
 
 
 def is_running(process: subprocess.Popen[bytes]) -> bool:

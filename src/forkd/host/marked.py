@@ -2,6 +2,10 @@
 
 The mark is there from the first instruction of the program to the last and is inherited, so processes that a killed run
 left can be found without a record of them.
+
+Everybody can put anything into the environment of a process of theirs. So a mark counts only when it is written as we
+write it, and when the process is one that we may have started: all its user ids are ours, and it can never gain
+privileges. Without the latter, a set-user-id program that another user started with a mark would look like ours.
 """
 
 from __future__ import annotations
@@ -140,7 +144,8 @@ def _scan(under: Path) -> dict[Path, list[Marked]]:
             try:
                 directory, process = _look(pid, place)
             except _Turning:
-                unsure.append(pid)
+                if _is_ours(pid):
+                    unsure.append(pid)
                 continue
             if process is not None and pid != os.getpid():
                 found.setdefault(under / os.path.relpath(directory, place), []).append(process)
@@ -154,13 +159,29 @@ def _scan(under: Path) -> dict[Path, list[Marked]]:
 def _look(pid: int, place: str) -> tuple[str, Marked | None]:
     """What a process is marked with, and the process when that is at `place` or below."""
     directory = _read_mark(pid)
-    if directory != place and not directory.startswith(place + "/"):
+    if not is_at(directory, place) or not _is_ours(pid):
         return directory, None
     started = start_time_ticks(pid)
     # The mark again: another process may have got the pid before we asked for its start.
     if started is None or _read_mark(pid) != directory:
         return directory, None
     return directory, Marked(pid, started)
+
+
+def is_at(mark: str, place: str) -> bool:
+    """`place` or below, without a detour: `place/../other` is not below `place`."""
+    return (mark == place or mark.startswith(place + "/")) and mark == os.path.normpath(mark)
+
+
+def _is_ours(pid: int) -> bool:
+    """The owner of /proc/<pid> does not tell: it is root for each process that must not be looked into."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except _OUT_OF_SIGHT:
+        return False
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    uids = {int(uid) for uid in fields["Uid"].split()}  # real, effective, saved, of the file system
+    return uids == {os.geteuid()} and fields["NoNewPrivs"].strip() == "1"
 
 
 def _read_mark(pid: int) -> str:

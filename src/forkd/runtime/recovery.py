@@ -54,11 +54,17 @@ async def recover(sandboxes: Sandboxes) -> Plan:
     records = sandboxes.registry.list_sandboxes()
     _check_engine(sandboxes, records)
     found = await in_thread(lambda: find_marked(sandboxes.home.vms))
-    leaders = {path.relative_to(sandboxes.home.vms).parts[0]: leader for path, leader in found.items()}
+    # A process may have marked itself, or what it started, with another path: only a VM's directory counts.
+    leaders = {path.name: leader for path, leader in found.items() if path.parent == sandboxes.home.vms}
     on_disk = {path.name for path in sandboxes.home.vms.iterdir()}
     plan = make_plan(records, leaders.keys(), leaders.keys() | on_disk)
-    for name in [*(record.id for record in plan.drop), *sorted(plan.strays)]:
-        await _end(sandboxes, name)
+    for record in plan.drop:
+        await _end(sandboxes, record.id)
+    for name in sorted(plan.strays):
+        try:
+            await _end(sandboxes, name)
+        except (ForkdError, OSError) as error:
+            _log.warning("%s in %s belongs to no sandbox, and cannot be ended: %s", name, sandboxes.home.vms, error)
     with sandboxes.registry.transaction():
         sandboxes.registry.remove_sandboxes(record.id for record in plan.drop)
         for record in plan.drop:
