@@ -26,7 +26,7 @@ from forkd.host.marked import find_marked
 from forkd.host.paths import Home
 from forkd.host.probe import CHECKS
 from forkd.model.sandbox import TRANSITIONS, State
-from forkd.runtime import events, ports, runtime
+from forkd.runtime import events, ports, upkeep
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -164,14 +164,14 @@ def test_the_numbers_in_the_documents_are_those_of_the_code() -> None:
     monitoring, metrics = read("how-to/monitoring.md"), read("reference/metrics.md")
     assert f"{serve.DRAIN_S:g} s" in crashes
     assert f"within {ADOPT_DEADLINE_S:g} s" in crashes
-    assert f"kept for {runtime.DEAD_KEPT_S / 60:g} minutes" in crashes
-    assert f"for {runtime.DEAD_KEPT_S / 60:g} minutes" in metrics
+    assert f"kept for {upkeep.DEAD_KEPT_S / 60:g} minutes" in crashes
+    assert f"for {upkeep.DEAD_KEPT_S / 60:g} minutes" in metrics
     assert f"At {logs.AUDIT_BYTES >> 20} MiB" in monitoring
     assert {5: "five"}[logs.AUDIT_KEPT] in monitoring
     assert f"the last {events.KEPT:,}" in monitoring
-    assert {0.5: "every half second"}[runtime.TICK_S] in crashes
+    assert {0.5: "every half second"}[upkeep.TICK_S] in crashes
     assert f"{ports.MAX_SERVED} connections" in security
-    assert runtime.SPAWN_KEYS_KEPT_S == 24 * 3600 and "for a day" in security
+    assert upkeep.SPAWN_KEYS_KEPT_S == 24 * 3600 and "for a day" in security
 
 
 def test_the_fault_point_in_contributing_is_one() -> None:

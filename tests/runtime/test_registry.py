@@ -184,15 +184,17 @@ def test_a_key_belongs_to_one_request_of_one_owner(registry: Registry) -> None:
         registry.find_spawn(IdempotencyKey("k", "alice", "d2"))
 
 
-def test_keys_of_spawns_that_left_nothing_are_forgotten(registry: Registry) -> None:
-    kept = record()
-    registry.insert_sandboxes([kept])
-    there, gone = IdempotencyKey("there", "", "d"), IdempotencyKey("gone", "", "d")
-    registry.record_spawn(there, [kept.id], 1.0)
-    registry.record_spawn(gone, [new_sandbox_id()], 1.0)
-    registry.forget_lost_spawns()
-    assert registry.find_spawn(there) == (kept.id,)
-    assert registry.find_spawn(gone) is None
+def test_only_the_keys_of_spawns_that_were_never_answered_are_forgotten(registry: Registry) -> None:
+    """Not those of sandboxes that are gone: the same request would make them again."""
+    starting, running, gone = record(), record(State.RUNNING), new_sandbox_id()
+    registry.insert_sandboxes([starting, running])
+    keys = {name: IdempotencyKey(name, "", "d") for name in (starting.id, running.id, gone)}
+    for name, key in keys.items():
+        registry.record_spawn(key, [name], 1.0)
+    registry.forget_unfinished_spawns()
+    assert registry.find_spawn(keys[starting.id]) is None
+    assert registry.find_spawn(keys[running.id]) == (running.id,)
+    assert registry.find_spawn(keys[gone]) == (gone,)
 
 
 def test_a_workspace_name_is_taken_once(registry: Registry) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import resource
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +82,11 @@ def memory_use(pid: int) -> MemoryUse:
         resident_bytes=table["Rss"],
         anonymous_bytes=table["Anonymous"],
     )
+
+
+def steady_s() -> float:
+    """Seconds on a clock that nobody sets, and that goes on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def cpu_seconds(pid: int) -> float:

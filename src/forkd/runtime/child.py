@@ -60,6 +60,8 @@ class LiveSandbox:
         self.id = sandbox_id
         self.machine = machine
         self.state = state
+        self.deadline_s: float | None = None  # on the clock of steady_s
+        self.why_ended: str | None = None
         self.lock = asyncio.Lock()
         self.processes = Processes(lambda: self.agent)
         self._agent = agent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from forkd.errors import Conflict, ForkdError
 from forkd.host.cgroup import find_group, remove_groups
 from forkd.host.files import sweep_staging
 from forkd.host.marked import Marked, find_marked
+from forkd.host.system import steady_s
 from forkd.host.threads import in_thread
 from forkd.model.sandbox import State
 from forkd.runtime.child import LiveSandbox
@@ -66,10 +68,10 @@ async def recover(sandboxes: Sandboxes) -> Plan:
         except (ForkdError, OSError) as error:
             _log.warning("%s in %s belongs to no sandbox, and cannot be ended: %s", name, sandboxes.home.vms, error)
     with sandboxes.registry.transaction():
+        sandboxes.registry.forget_unfinished_spawns()
         sandboxes.registry.remove_sandboxes(record.id for record in plan.drop)
         for record in plan.drop:
             sandboxes.events.emit("sandbox.removed", sandbox_id=record.id, data={"reason": "recovered"})
-        sandboxes.registry.forget_lost_spawns()
     for record in plan.keep:
         await _end_processes(sandboxes, record.id)
     for record in plan.bury:
@@ -135,7 +137,10 @@ async def _adopt(sandboxes: Sandboxes, record: SandboxRecord, leader: Marked, ga
             sandboxes.registry.move([record.id], state)
         sandboxes.registry.change(record.id, agent_port=port, pid=machine.pid)
         sandboxes.events.emit("sandbox.adopted", sandbox_id=record.id)
-    sandboxes.hold(LiveSandbox(record.id, machine, None, state))
+    live = LiveSandbox(record.id, machine, None, state)
+    if record.deadline_unix is not None:
+        live.deadline_s = steady_s() + record.deadline_unix - time.time()
+    sandboxes.hold(live)
     if interrupted:
         await _go_on(sandboxes, record.id)
 

@@ -185,7 +185,7 @@ class Registry(Database):
 
     def get_sandbox(self, sandbox_id: str) -> SandboxRecord:
         """By its id or its name."""
-        row = self._db.execute("SELECT * FROM sandboxes WHERE id = ?1 OR name = ?1", (sandbox_id,)).fetchone()
+        row = self.read("SELECT * FROM sandboxes WHERE id = ?1 OR name = ?1", (sandbox_id,)).fetchone()
         if row is None:
             raise absent(sandbox_id)
         return parse_row(SandboxRecord, row)
@@ -206,7 +206,7 @@ class Registry(Database):
             where.append(f"state IN ({','.join('?' * len(query.states))})")
             values += [state.value for state in query.states]
         limit = "" if query.limit is None else f" LIMIT {int(query.limit)}"
-        rows = self._db.execute(f"SELECT * FROM sandboxes WHERE {' AND '.join(where)} ORDER BY number{limit}", values)
+        rows = self.read(f"SELECT * FROM sandboxes WHERE {' AND '.join(where)} ORDER BY number{limit}", values)
         return [parse_row(SandboxRecord, row) for row in rows]
 
     def move(
@@ -219,7 +219,7 @@ class Registry(Database):
             for sandbox_id in sandbox_ids:
                 fields = (changes or {}).get(sandbox_id, {})
                 sets = "".join(f", {name} = ?" for name in fields)
-                done = self._db.execute(
+                done = self.write(
                     f"UPDATE sandboxes SET state = ?{sets} WHERE id = ? AND state IN ({marks})",
                     (to.value, *map(plain, fields.values()), sandbox_id, *allowed),
                 )
@@ -230,7 +230,7 @@ class Registry(Database):
     def change(self, sandbox_id: str, **fields: Any) -> None:
         """Without a change of state."""
         sets = ", ".join(f"{name} = ?" for name in fields)
-        self._db.execute(f"UPDATE sandboxes SET {sets} WHERE id = ?", (*map(plain, fields.values()), sandbox_id))
+        self.write(f"UPDATE sandboxes SET {sets} WHERE id = ?", (*map(plain, fields.values()), sandbox_id))
 
     def rename(self, sandbox_id: str, name: str | None) -> None:
         try:
@@ -241,80 +241,80 @@ class Registry(Database):
 
     def remove_sandboxes(self, sandbox_ids: Iterable[str]) -> None:
         with self.transaction():
-            self._db.executemany("DELETE FROM sandboxes WHERE id = ?", [(one,) for one in sandbox_ids])
+            for sandbox_id in sandbox_ids:
+                self.write("DELETE FROM sandboxes WHERE id = ?", (sandbox_id,))
 
-    def list_due(self, now_unix: float) -> list[SandboxRecord]:
-        rows = self._db.execute(
-            "SELECT * FROM sandboxes WHERE deadline_unix <= ? AND state IN ('running', 'paused')", (now_unix,)
-        )
-        return [parse_row(SandboxRecord, row) for row in rows]
+    def shift_times(self, jump_s: float) -> None:
+        """Of what is kept for a while, after a jump of the wall clock."""
+        self.write("UPDATE sandboxes SET ended_at_unix = ended_at_unix + ?", (jump_s,))
+        self.write("UPDATE spawns SET created_at_unix = created_at_unix + ?", (jump_s,))
 
     def list_ended_before(self, unix: float) -> list[str]:
-        rows = self._db.execute("SELECT id FROM sandboxes WHERE state = 'dead' AND ended_at_unix < ?", (unix,))
+        rows = self.read("SELECT id FROM sandboxes WHERE state = 'dead' AND ended_at_unix < ?", (unix,))
         return [row["id"] for row in rows]
 
     def count_states(self) -> dict[State, int]:
-        rows = self._db.execute("SELECT state, count(*) AS n FROM sandboxes GROUP BY state")
+        rows = self.read("SELECT state, count(*) AS n FROM sandboxes GROUP BY state")
         counted = {State(row["state"]): row["n"] for row in rows}
         return {state: counted.get(state, 0) for state in State}
 
     # Spawns
 
     def record_spawn(self, key: IdempotencyKey, ids: Sequence[str], now_unix: float) -> None:
-        self._db.execute(
+        self.write(
             "INSERT OR REPLACE INTO spawns VALUES (?,?,?,?,?)",
             (key.owner, key.key, key.digest, json.dumps(list(ids)), now_unix),
         )
 
     def find_spawn(self, key: IdempotencyKey) -> tuple[str, ...] | None:
         """The ids made under that key; raises Conflict when it was for another request."""
-        row = self._db.execute(
-            "SELECT digest, ids FROM spawns WHERE owner = ? AND key = ?", (key.owner, key.key)
-        ).fetchone()
+        row = self.read("SELECT digest, ids FROM spawns WHERE owner = ? AND key = ?", (key.owner, key.key)).fetchone()
         if row is None:
             return None
         check_same_request(row["digest"], key)
         return tuple(json.loads(row["ids"]))
 
     def forget_spawn(self, key: IdempotencyKey) -> None:
-        self._db.execute("DELETE FROM spawns WHERE owner = ? AND key = ?", (key.owner, key.key))
+        self.write("DELETE FROM spawns WHERE owner = ? AND key = ?", (key.owner, key.key))
 
     def forget_spawns_before(self, unix: float) -> None:
-        self._db.execute("DELETE FROM spawns WHERE created_at_unix < ?", (unix,))
+        self.write("DELETE FROM spawns WHERE created_at_unix < ?", (unix,))
 
-    def forget_lost_spawns(self) -> None:
-        """Keys whose sandboxes are all gone, after the spawns under way were rolled back."""
-        self._db.execute(
-            "DELETE FROM spawns WHERE NOT EXISTS (SELECT 1 FROM json_each(spawns.ids) AS made"
-            " JOIN sandboxes ON sandboxes.id = made.value)"
+    def forget_unfinished_spawns(self) -> None:
+        """The keys of sandboxes that are starting: nobody was told of them, and the request may be sent again.
+
+        Others are kept though their sandboxes may be gone: the same request must not make more.
+        """
+        self.write(
+            "DELETE FROM spawns WHERE EXISTS (SELECT 1 FROM json_each(spawns.ids) AS made"
+            " JOIN sandboxes ON sandboxes.id = made.value WHERE sandboxes.state = 'starting')"
         )
 
     # Workspaces
 
     def insert_workspace(self, row: WorkspaceRow) -> None:
         try:
-            self.insert("workspaces", row)
+            with self.transaction(durable=True):
+                self.insert("workspaces", row)
         except sqlite3.IntegrityError:
             raise Conflict(f"Workspace {row.name} exists already", hint="Choose another name or remove it") from None
 
     def find_workspace(self, name: str) -> WorkspaceRow | None:
-        row = self._db.execute("SELECT * FROM workspaces WHERE name = ?", (name,)).fetchone()
+        row = self.read("SELECT * FROM workspaces WHERE name = ?", (name,)).fetchone()
         return None if row is None else parse_row(WorkspaceRow, row)
 
     def list_workspaces(self) -> list[WorkspaceRow]:
-        return [parse_row(WorkspaceRow, row) for row in self._db.execute("SELECT * FROM workspaces ORDER BY name")]
+        return [parse_row(WorkspaceRow, row) for row in self.read("SELECT * FROM workspaces ORDER BY name")]
 
     def touch_workspace(self, name: str, now_unix: float) -> None:
-        self._db.execute("UPDATE workspaces SET last_active_unix = ? WHERE name = ?", (now_unix, name))
+        self.write("UPDATE workspaces SET last_active_unix = ? WHERE name = ?", (now_unix, name))
 
     def remove_workspace(self, name: str) -> None:
-        self._db.execute("DELETE FROM workspaces WHERE name = ?", (name,))
+        self.write("DELETE FROM workspaces WHERE name = ?", (name,))
 
     def find_in_workspace(self, name: str) -> SandboxRecord | None:
         """The newest: one that was replaced may still be on its way out."""
-        row = self._db.execute(
-            "SELECT * FROM sandboxes WHERE workspace = ? ORDER BY number DESC LIMIT 1", (name,)
-        ).fetchone()
+        row = self.read("SELECT * FROM sandboxes WHERE workspace = ? ORDER BY number DESC LIMIT 1", (name,)).fetchone()
         return None if row is None else parse_row(SandboxRecord, row)
 
     # Snapshots in the making
@@ -323,14 +323,14 @@ class Registry(Database):
         self.insert("snapshot_jobs", job, replace=True)
 
     def list_jobs(self) -> list[SnapshotJob]:
-        return [parse_row(SnapshotJob, row) for row in self._db.execute("SELECT * FROM snapshot_jobs ORDER BY tag")]
+        return [parse_row(SnapshotJob, row) for row in self.read("SELECT * FROM snapshot_jobs ORDER BY tag")]
 
     def find_job(self, tag: str) -> SnapshotJob | None:
-        row = self._db.execute("SELECT * FROM snapshot_jobs WHERE tag = ?", (tag,)).fetchone()
+        row = self.read("SELECT * FROM snapshot_jobs WHERE tag = ?", (tag,)).fetchone()
         return None if row is None else parse_row(SnapshotJob, row)
 
     def remove_job(self, tag: str) -> None:
-        self._db.execute("DELETE FROM snapshot_jobs WHERE tag = ?", (tag,))
+        self.write("DELETE FROM snapshot_jobs WHERE tag = ?", (tag,))
 
     # Events
 
@@ -348,14 +348,14 @@ class Registry(Database):
             where.append("sandbox_id = coalesce((SELECT id FROM sandboxes WHERE name = ?), ?)")
             values += [sandbox_id, sandbox_id]
         statement = f"SELECT * FROM events WHERE {' AND '.join(where)} ORDER BY id LIMIT ?"
-        return [parse_row(EventRecord, row) for row in self._db.execute(statement, (*values, limit))]
+        return [parse_row(EventRecord, row) for row in self.read(statement, (*values, limit))]
 
     def last_event_id(self) -> int:
-        found = self._db.execute("SELECT max(id) FROM events").fetchone()[0]
+        found = self.read("SELECT max(id) FROM events").fetchone()[0]
         return int(found or 0)
 
     def forget_events_through(self, event_id: int) -> None:
-        self._db.execute("DELETE FROM events WHERE id <= ?", (event_id,))
+        self.write("DELETE FROM events WHERE id <= ?", (event_id,))
 
 
 def check_same_request(digest: str, key: IdempotencyKey) -> None:

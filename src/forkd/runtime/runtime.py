@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
 import os
 import shutil
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -15,13 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 from forkd.engines.base import Engine
-from forkd.errors import ForkdError
 from forkd.host.cgroup import remove_groups
 from forkd.host.files import owned
 from forkd.host.marked import kill_marked
 from forkd.host.paths import DAEMON_LOCK, Home, ensure_private
 from forkd.host.system import start_time_ticks
-from forkd.model.sandbox import OnTimeout, State
 from forkd.runtime.events import EventLog
 from forkd.runtime.recovery import recover
 from forkd.runtime.registry import Registry, SandboxRecord
@@ -29,12 +24,8 @@ from forkd.runtime.sandboxes import Sandboxes
 from forkd.runtime.snapshots import Snapshots, SnapshotView
 from forkd.runtime.spawn import Spawner
 from forkd.runtime.templates import DEFAULT_POLICY, TemplatePolicy, Templates
+from forkd.runtime.upkeep import Upkeep
 from forkd.runtime.workspaces import Workspaces
-
-TICK_S = 0.5
-DEAD_KEPT_S = 600.0
-SPAWN_KEYS_KEPT_S = 24 * 3600.0
-_FORGET_EVERY_TICKS = 20
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,12 @@ class Runtime:
         drop_limits = options.unenforced_limits == "drop"
         self.spawn = Spawner(self.sandboxes, self.snapshots, self.templates, drop_limits=drop_limits).spawn
         self.workspaces = Workspaces(registry, self.sandboxes, self.spawn)
-        self.ready = False
+        self.upkeep = Upkeep(self.sandboxes)
+
+    @property
+    def ready(self) -> bool:
+        """Recovery is over, and deadlines are looked after."""
+        return self.upkeep.alive
 
     @classmethod
     @asynccontextmanager
@@ -78,19 +74,13 @@ class Runtime:
             try:
                 await recover(runtime.sandboxes)
                 runtime.snapshots.recover()
-                runtime.ready = True
                 runtime.events.emit("daemon.started", data={"pid": os.getpid(), "engine": engine.name})
-                upkeep = asyncio.create_task(keep_up(runtime.sandboxes), name="upkeep")
-                try:
+                async with runtime.upkeep.running():
                     yield runtime
-                finally:
-                    upkeep.cancel()
-                    await asyncio.gather(upkeep, return_exceptions=True)
             finally:
                 await runtime._close(options)
 
     async def _close(self, options: RuntimeOptions) -> None:
-        self.ready = False
         self.events.emit("daemon.stopping")
         await self.snapshots.close()
         await self.templates.close()
@@ -104,45 +94,6 @@ class Runtime:
             children.setdefault(record.snapshot_tag, []).append(record)
         snapshots = tuple((view, tuple(children.pop(view.tag, ()))) for view in self.snapshots.list())
         return Lineage(snapshots, tuple(record for orphans in children.values() for record in orphans))
-
-
-_log = logging.getLogger(__name__)
-
-
-async def keep_up(sandboxes: Sandboxes) -> None:
-    """What a daemon does without being asked, until cancelled: deadlines, forgetting the dead.
-
-    A sandbox that resists holds up no other, and is tried again.
-    """
-    ticks = 0
-    while True:
-        now = time.time()
-        due = [_expire(sandboxes, record) for record in sandboxes.registry.list_due(now)]
-        for outcome in await asyncio.gather(*due, return_exceptions=True):
-            if isinstance(outcome, ForkdError):
-                _log.warning("Upkeep: %s", outcome.message)
-            elif isinstance(outcome, Exception):
-                _log.error("Upkeep failed", exc_info=outcome)
-        if ticks % _FORGET_EVERY_TICKS == 0:
-            forget(sandboxes, now)
-        ticks += 1
-        await asyncio.sleep(TICK_S)
-
-
-def forget(sandboxes: Sandboxes, now: float) -> None:
-    for sandbox_id in sandboxes.registry.list_ended_before(now - DEAD_KEPT_S):
-        sandboxes.forget(sandbox_id)
-    sandboxes.registry.forget_spawns_before(now - SPAWN_KEYS_KEPT_S)
-
-
-async def _expire(sandboxes: Sandboxes, record: SandboxRecord) -> None:
-    sandboxes.events.emit("sandbox.timeout", sandbox_id=record.id, data={"action": record.on_timeout.value})
-    if record.on_timeout is OnTimeout.KILL:
-        await sandboxes.kill(record.id)
-        return
-    sandboxes.registry.change(record.id, deadline_unix=None)
-    if record.state is State.RUNNING:
-        await sandboxes.pause(record.id)
 
 
 @contextmanager

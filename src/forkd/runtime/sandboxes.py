@@ -19,14 +19,16 @@ from forkd.host.cgroup import find_group
 from forkd.host.faults import fault_point
 from forkd.host.marked import kill_marked
 from forkd.host.paths import Home
+from forkd.host.system import steady_s
 from forkd.host.threads import in_thread
 from forkd.model.machine import Limits
 from forkd.model.names import parse_name
 from forkd.model.sandbox import ID_PREFIX, OnTimeout, State, check_timeout
 from forkd.runtime.child import LiveSandbox
+from forkd.runtime.ended import REMOVED, RecentlyEnded
 from forkd.runtime.events import EventLog
 from forkd.runtime.ports import AgentPorts
-from forkd.runtime.registry import Registry, SandboxQuery, SandboxRecord, absent
+from forkd.runtime.registry import Registry, SandboxQuery, SandboxRecord
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class Sandboxes:
         self.registry = registry
         self.events = events
         self.live: dict[str, LiveSandbox] = {}
+        self.ended = RecentlyEnded()
         self.ports = AgentPorts(self.use)
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -63,7 +66,11 @@ class Sandboxes:
     # Looking
 
     def get(self, sandbox_id: str) -> SandboxRecord:
-        return self.registry.get_sandbox(sandbox_id)
+        """By its id or its name."""
+        try:
+            return self.registry.get_sandbox(sandbox_id)
+        except NotFound:
+            raise self.ended.absent(sandbox_id) from None
 
     def find(self, query: SandboxQuery) -> tuple[list[SandboxRecord], int | None]:
         """One page, and the number after which the next one starts."""
@@ -130,8 +137,9 @@ class Sandboxes:
             raise
         self._move(live, State.RUNNING, "sandbox.resumed")
 
-    async def kill(self, sandbox_id: str) -> None:
-        await self.finished(self._kill(sandbox_id))
+    async def kill(self, sandbox_id: str, why: str = REMOVED) -> None:
+        """However full the disk is. An attempt that fails leaves it `stopping`, and upkeep tries again."""
+        await self.finished(self._kill(sandbox_id, why))
 
     async def kill_all(self) -> int:
         """Running and dead ones; returns how many went."""
@@ -147,45 +155,61 @@ class Sandboxes:
 
         return sum(await asyncio.gather(*map(kill, self.registry.list_sandboxes())))
 
-    async def _kill(self, sandbox_id: str) -> None:
+    async def _kill(self, sandbox_id: str, why: str) -> None:
         record = self.get(sandbox_id)
         live = self.live.get(record.id)
         if live is None:
-            if record.state is not State.DEAD:
-                raise _not_running(record)
-            self.forget(record.id)
+            await self._kill_unheld(record, why)
             return
         async with live.lock:
             if live.id not in self.live:
-                raise absent(sandbox_id)  # another request was first
+                raise self.ended.absent(sandbox_id)  # another request was first
             if live.state is not State.STOPPING:
                 self.registry.move([live.id], State.STOPPING)
-                live.state = State.STOPPING
+                live.state, live.why_ended = State.STOPPING, why
             fault_point("delete.marked")
             await live.end()
             fault_point("delete.killed")
+            self.forget(live.id, live.why_ended or why)
             del self.live[live.id]
-            self.forget(live.id)
             fault_point("delete.removed")
 
-    def forget(self, sandbox_id: str) -> None:
+    async def _kill_unheld(self, record: SandboxRecord, why: str) -> None:
+        """One whose VM is gone, whatever its row says. That of one that is starting may come yet."""
+        if record.state is State.STARTING:
+            raise _not_running(record)
+        if record.state is not State.DEAD:
+            await in_thread(lambda: end_processes(self.directory(record.id)))
+            self.get(record.id)
+        self.forget(record.id, why)
+
+    def forget(self, sandbox_id: str, why: str) -> None:
         """Nothing runs for it any more: its files, its port and its row go."""
         self.ports.close(sandbox_id)
         shutil.rmtree(self.directory(sandbox_id), ignore_errors=True)
+        name = self.get(sandbox_id).name
         with self.registry.transaction():
             self.registry.remove_sandboxes([sandbox_id])
             self.events.emit("sandbox.removed", sandbox_id=sandbox_id)
+        self.ended.add(sandbox_id, name, why)
 
     def set_timeout(
         self, sandbox_id: str, timeout_s: float | None, on_timeout: OnTimeout | None = None
     ) -> SandboxRecord:
         check_timeout(timeout_s)
-        record = self.get(sandbox_id)
-        if record.state not in (State.RUNNING, State.PAUSED):
-            raise _not_running(record)
-        deadline = None if timeout_s is None else time.time() + timeout_s
-        self.registry.change(record.id, deadline_unix=deadline, on_timeout=on_timeout or record.on_timeout)
-        return self.get(record.id)
+        live = self._held(sandbox_id)
+        if live.state not in (State.RUNNING, State.PAUSED):
+            raise _not_running(self.get(sandbox_id))
+        with self.registry.transaction():
+            self.set_deadline(live, timeout_s)
+            if on_timeout is not None:
+                self.registry.change(live.id, on_timeout=on_timeout)
+        return self.get(live.id)
+
+    def set_deadline(self, live: LiveSandbox, timeout_s: float | None) -> None:
+        """In memory on a clock that nobody sets; in the registry, for people and the next daemon, by the wall clock."""
+        self.registry.change(live.id, deadline_unix=None if timeout_s is None else time.time() + timeout_s)
+        live.deadline_s = None if timeout_s is None else steady_s() + timeout_s
 
     def rename(self, sandbox_id: str, name: str | None) -> SandboxRecord:
         """None takes its name away. A name can be used in place of the id, so it must not look like one."""
@@ -224,10 +248,10 @@ class Sandboxes:
         return self.live[record.id]
 
     def _move(self, live: LiveSandbox, to: State, event: str) -> None:
+        live.state = to  # what is, counts
         with self.registry.transaction():
             self.registry.move([live.id], to)
             self.events.emit(event, sandbox_id=live.id)
-        live.state = to
 
     def _on_death(self, live: LiveSandbox, death: asyncio.Future[Death]) -> None:
         if death.cancelled() or self.live.get(live.id) is not live or live.state is State.STOPPING:

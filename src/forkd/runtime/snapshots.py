@@ -157,7 +157,7 @@ class Snapshots:
         if len(self._making) >= MAX_JOBS:
             raise NoCapacity(f"{MAX_JOBS} snapshots are being made already", hint="Wait until one of them is ready")
         making = _Making(request, time.time())
-        with self._registry.transaction():
+        with self._registry.transaction(durable=True):
             self._registry.record_job(SnapshotJob(tag, WRITING, making.begun_at_unix))
             self._events.emit("snapshot.writing", snapshot_tag=tag)
         fault_point("snapshot.recorded")

@@ -13,6 +13,7 @@ from forkd.engines.base import Phases, Way
 from forkd.errors import Conflict, NotFound
 from forkd.host.cgroup import enforceable
 from forkd.host.faults import fault_point
+from forkd.host.system import steady_s
 from forkd.model.machine import parse_count
 from forkd.model.names import check_env
 from forkd.model.sandbox import SandboxSpec, State
@@ -130,7 +131,7 @@ class Spawner:
     def _reserve(self, spec: SandboxSpec, ids: list[str], key: IdempotencyKey | None) -> None:
         sandboxes, now = self._sandboxes, time.time()
         ports = {sandbox_id: sandboxes.ports.open(sandbox_id, spec.agent_port, serve=False) for sandbox_id in ids}
-        with sandboxes.registry.transaction():
+        with sandboxes.registry.transaction(durable=True):
             sandboxes.registry.insert_sandboxes(
                 SandboxRecord(
                     number=0,
@@ -156,14 +157,16 @@ class Spawner:
 
     def _commit(self, spec: SandboxSpec, ids: list[str], forked: Forked) -> Spawned:
         sandboxes = self._sandboxes
-        deadline = None if spec.timeout_s is None else time.time() + spec.timeout_s
+        deadline_unix, deadline_s = None, None
+        if spec.timeout_s is not None:
+            deadline_unix, deadline_s = time.time() + spec.timeout_s, steady_s() + spec.timeout_s
         alive = {sandbox.id: sandbox for sandbox in forked.sandboxes}
         lost = [sandbox_id for sandbox_id in ids if sandbox_id not in alive]
-        with sandboxes.registry.transaction():
+        with sandboxes.registry.transaction(durable=True):
             changes = {
                 sandbox_id: {
                     "pid": sandbox.machine.pid,
-                    "deadline_unix": deadline,
+                    "deadline_unix": deadline_unix,
                     "way": sandbox.machine.phases.way,
                 }
                 for sandbox_id, sandbox in alive.items()
@@ -178,7 +181,9 @@ class Spawner:
         for sandbox_id in ids:
             if sandbox_id in alive:
                 sandbox = alive[sandbox_id]
-                sandboxes.hold(LiveSandbox(sandbox_id, sandbox.machine, sandbox.agent, State.RUNNING))
+                live = LiveSandbox(sandbox_id, sandbox.machine, sandbox.agent, State.RUNNING)
+                live.deadline_s = deadline_s
+                sandboxes.hold(live)
                 sandboxes.ports.serve(sandbox_id)
         records = tuple(sandboxes.get(sandbox_id) for sandbox_id in ids if sandbox_id in alive)
         return Spawned(records, len(lost), tuple(sandbox.machine.phases for sandbox in alive.values()))

@@ -16,7 +16,7 @@ from forkd.daemon.inputs import MAX_LIMIT, Flag, Limit, Number, ShortText
 from forkd.daemon.render import render_event_record, render_sandbox
 from forkd.daemon.route import InHeader, Raw, route
 from forkd.daemon.streams import EVENTS, EventStream, Pieces, render_event
-from forkd.errors import InvalidInput
+from forkd.errors import InvalidInput, NoCapacity
 from forkd.model.sandbox import LIVE, State
 from forkd.runtime.events import EventLog
 from forkd.wire.api import Event, Health, Lineage, LineageSnapshot, Readiness, VersionResponse
@@ -32,9 +32,11 @@ async def answer_health(call: Call) -> Health:
 
 @route("GET", "/readyz", common=False, errors=(503,), plus=True)
 async def answer_readiness(call: Call) -> Readiness:
-    """`{"ready": true}`: recovery is over and the engine can run; else 503."""
-    if call.daemon.activity.draining or not call.runtime.ready:
+    """`{"ready": true}`: recovery is over, the engine can run, and deadlines are looked after; else 503."""
+    if call.daemon.activity.draining:
         raise Stopping
+    if not call.runtime.ready:
+        raise NoCapacity("The daemon looks after no deadlines", hint="Its log says why. Restart it: sandboxes run on")
     return {"ready": True}
 
 
