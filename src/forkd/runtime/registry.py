@@ -312,10 +312,10 @@ class Registry(Database):
     def remove_workspace(self, name: str) -> None:
         self.write("DELETE FROM workspaces WHERE name = ?", (name,))
 
-    def find_in_workspace(self, name: str) -> SandboxRecord | None:
-        """The newest: one that was replaced may still be on its way out."""
-        row = self.read("SELECT * FROM sandboxes WHERE workspace = ? ORDER BY number DESC LIMIT 1", (name,)).fetchone()
-        return None if row is None else parse_row(SandboxRecord, row)
+    def list_in_workspace(self, name: str) -> list[SandboxRecord]:
+        """The newest first: one that was replaced may still be on its way out."""
+        rows = self.read("SELECT * FROM sandboxes WHERE workspace = ? ORDER BY number DESC", (name,))
+        return [parse_row(SandboxRecord, row) for row in rows]
 
     # Snapshots in the making
 

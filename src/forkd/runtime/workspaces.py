@@ -1,14 +1,18 @@
 """Workspaces: sandboxes with a name that can be suspended and resumed.
 
 A workspace has at most one sandbox, the newest row that bears its name; its status is what that sandbox is doing.
+Changes of one workspace wait for each other, and go on to their end when their caller does not wait for it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+import weakref
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from forkd.errors import InvalidInput, NotFound
 from forkd.model.machine import NO_LIMITS, Limits
@@ -17,6 +21,8 @@ from forkd.model.sandbox import SandboxSpec, State
 from forkd.runtime.registry import Registry, SandboxRecord, WorkspaceRow
 from forkd.runtime.sandboxes import Sandboxes
 from forkd.runtime.spawn import Spawned
+
+T = TypeVar("T")
 
 RUNNING, SUSPENDED, STALE = "running", "suspended", "stale"
 
@@ -39,6 +45,7 @@ class Workspaces:
         self._registry = registry
         self._sandboxes = sandboxes
         self._spawn_sandboxes = spawn
+        self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
     def list(self) -> list[WorkspaceRecord]:
         return [self._seen(row) for row in self._registry.list_workspaces()]
@@ -51,43 +58,62 @@ class Workspaces:
         parsed, tag = parse_name(name, "workspace name"), parse_tag(snapshot_tag)
         # The row first: it holds the name. Without a sandbox it says "stale", which a crash now makes true.
         row = WorkspaceRow(parsed, f"ws-{secrets.token_hex(8)}", tag, limits, now, now)
+        return await self._alone(parsed, lambda: self._create(row))
+
+    async def suspend(self, name: str) -> WorkspaceRecord:
+        return await self._alone(name, lambda: self._suspend(name))
+
+    async def resume(self, name: str) -> WorkspaceRecord:
+        return await self._alone(name, lambda: self._resume(name))
+
+    async def remove(self, name: str) -> None:
+        await self._alone(name, lambda: self._remove(name))
+
+    async def _alone(self, name: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async def locked() -> T:
+            async with self._locks.setdefault(name, asyncio.Lock()):
+                return await work()
+
+        return await self._sandboxes.finished(locked())
+
+    async def _create(self, row: WorkspaceRow) -> WorkspaceRecord:
         self._registry.insert_workspace(row)
         try:
             await self._spawn(row)
         except BaseException:
-            self._registry.remove_workspace(parsed)
+            self._registry.remove_workspace(row.name)
             raise
-        return self.get(parsed)
+        return self.get(row.name)
 
-    async def suspend(self, name: str) -> WorkspaceRecord:
+    async def _suspend(self, name: str) -> WorkspaceRecord:
         workspace = self.get(name)
         if workspace.status != RUNNING or workspace.live_sandbox_id is None:
             raise InvalidInput(f"Workspace {workspace.name} is {workspace.status}, not running")
         await self._sandboxes.pause(workspace.live_sandbox_id)
         return self._touched(workspace.name)
 
-    async def resume(self, name: str) -> WorkspaceRecord:
+    async def _resume(self, name: str) -> WorkspaceRecord:
         row, workspace = self._row(name), self.get(name)
         if workspace.status == RUNNING:
             raise InvalidInput(f"Workspace {row.name} runs already")
         if workspace.status == SUSPENDED and workspace.live_sandbox_id is not None:
             await self._sandboxes.resume(workspace.live_sandbox_id)
         else:
-            await self._forget_sandbox(row.name)
+            await self._end_sandboxes(row.name)
             await self._spawn(row)
         return self._touched(row.name)
 
-    async def remove(self, name: str) -> None:
+    async def _remove(self, name: str) -> None:
         row = self._row(name)
-        await self._forget_sandbox(row.name)
+        await self._end_sandboxes(row.name)
         self._registry.remove_workspace(row.name)
 
     async def _spawn(self, row: WorkspaceRow) -> None:
         await self._spawn_sandboxes(SandboxSpec(row.source_snapshot_tag, limits=row.limits, workspace=row.name))
 
-    async def _forget_sandbox(self, name: str) -> None:
-        record = self._registry.find_in_workspace(name)
-        if record is not None:
+    async def _end_sandboxes(self, name: str) -> None:
+        """One, as a rule: what it replaced may still be on its way out."""
+        for record in self._registry.list_in_workspace(name):
             try:
                 await self._sandboxes.kill(record.id)
             except NotFound:
@@ -104,7 +130,7 @@ class Workspaces:
         return row
 
     def _seen(self, row: WorkspaceRow) -> WorkspaceRecord:
-        record = self._registry.find_in_workspace(row.name)
+        record = next(iter(self._registry.list_in_workspace(row.name)), None)
         status = find_status(record)
         return WorkspaceRecord(
             id=row.id,
