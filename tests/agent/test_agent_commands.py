@@ -101,7 +101,7 @@ async def test_a_slow_reader_slows_its_command_and_nobody_else(agent: Agent) -> 
     while not process._output:
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.3)  # for more to come than may
-    assert sum(len(data) for _, data in process._output) <= 256 * 1024
+    assert process._output.size_bytes <= 256 * 1024
     assert (await agent.run("echo quick")).stdout == b"quick\n"
     assert (await agent.eval("1")).value == 1
     result = await process.wait(max_output_bytes=4_000_000)

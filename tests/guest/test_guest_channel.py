@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from forkd.errors import AgentError, ChannelClosed, ForkdError, GuestTimeout, ProtocolError
+from forkd.errors import AgentError, ChannelClosed, ForkdError, GuestTimeout, InvalidInput, ProtocolError
 from forkd.guest.agent import Agent
 from forkd.guest.channel import Channel
 from forkd.guest.exchange import Exchange, parse_failure
@@ -20,9 +20,11 @@ from forkd.wire.agent import (
     CLOCK,
     DATA,
     FAIL,
+    GRANT_BYTES,
     HELLO,
     MAX_MESSAGE,
     MAX_PAYLOAD,
+    MAX_STREAMS,
     MORE,
     NOISE,
     REPLY,
@@ -146,6 +148,11 @@ async def test_an_agent_that_cannot_say_who_it_is_is_not_believed(answer: dict[s
         lambda stream: encode(DATA, stream, b"x" * MAX_PAYLOAD, STDOUT | MORE) * 5 + encode(DATA, stream, b"", STDOUT),
         lambda stream: encode(REPLY, stream, bytes(MAX_PAYLOAD), MORE) * 40 + encode(REPLY, stream),
         lambda stream: encode_json(NOISE, stream, {}),
+        lambda stream: encode(DATA, stream, b"", STDOUT),
+        lambda stream: encode_window(stream, 0),
+        lambda stream: encode(REPLY, stream, b"", MORE),
+        lambda stream: encode(REPLY, stream, b'{"ok": true', MORE) + encode(REPLY, stream, b"}"),
+        lambda stream: encode(REPLY, stream, bytes(MAX_PAYLOAD), MORE) * 33,
     ],
 )
 async def test_frames_that_do_not_belong_end_the_channel(frame: Callable[[int], bytes]) -> None:
@@ -328,3 +335,86 @@ async def test_a_message_at_the_limit_is_taken() -> None:
 
     async with against(reply({"ok": True, "repr": text})) as (agent, _):
         assert (await agent.eval("1")).repr == text
+
+
+async def test_an_answer_of_more_values_than_a_guest_has_to_say_is_refused() -> None:
+    many = b'{"ok": true, "repr": "x", "value": [' + b"{}," * 300_000 + b"{}]}"
+    async with against(reply(many)) as (agent, _):
+        with pytest.raises(ProtocolError, match="more than 262144 values"):
+            await agent.eval("1")
+
+
+@pytest.mark.parametrize("grant", [1, GRANT_BYTES - 1])
+async def test_a_grant_smaller_than_a_step_ends_the_channel(grant: int) -> None:
+    """Each would wake a sender, for a frame as small."""
+
+    def answer(kind: int, stream: int, payload: bytes) -> bytes:
+        return encode_window(stream, grant) if kind == DATA else b""
+
+    async with against(answer) as (agent, _):
+        with pytest.raises(ProtocolError, match="less than a step"):
+            await agent.write_file("/x", bytes(10_000_000))
+
+
+@pytest.mark.parametrize("command", ["\U0001f600" * 200_000, ["echo", "\x01" * 500_000]])
+async def test_a_request_too_large_is_refused_by_name_and_takes_no_place(command: str | list[str]) -> None:
+    """As JSON a character takes up to 12 bytes: the commands are short enough, the request is not."""
+    async with against(reply(GREETING)) as (agent, _):
+        for _ in range(MAX_STREAMS + 1):
+            with pytest.raises(InvalidInput, match=f"may have {MAX_MESSAGE}") as caught:
+                await agent.run(command)
+            assert caught.value.hint
+        assert (await agent.ping()).pid == 1
+
+
+async def test_a_command_too_large_is_measured_in_bytes() -> None:
+    async with against(reply(GREETING)) as (agent, _):
+        with pytest.raises(InvalidInput, match="has 1200000 bytes, and may have 1048576"):
+            await agent.run("\u20ac" * 400_000)
+
+
+async def test_a_guest_that_sends_and_never_reads_is_not_granted_without_end() -> None:
+    ours, theirs = socket.socketpair()
+    agent = Agent.attach(ours)
+    loop = asyncio.get_running_loop()
+    theirs.setblocking(False)
+    task = asyncio.create_task(agent.eval("1", max_output_bytes=0))
+    await asyncio.sleep(0)
+    _, _, stream, _ = Parser().feed(await loop.sock_recv(theirs, 65536))[0]
+    flood = encode(DATA, stream, bytes(MAX_PAYLOAD), STDOUT) * 16
+
+    async def send() -> None:
+        while True:
+            await loop.sock_sendall(theirs, flood)
+
+    sending = asyncio.create_task(send())
+    with pytest.raises(ProtocolError, match="reads nothing"):
+        async with asyncio.timeout(60):
+            await task
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    theirs.close()
+
+
+async def test_a_flood_of_small_frames_comes_through_in_turns_and_whole() -> None:
+    """Far more frames than one turn, and than a burst, takes."""
+    frames = 6000
+
+    def answer(kind: int, stream: int, payload: bytes) -> bytes:
+        output = b"".join(encode(DATA, stream, b"%05d" % number, STDOUT) for number in range(frames))
+        return output + encode_json(REPLY, stream, GOOD_EVAL)
+
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with against(answer) as (agent, _):
+        counting = asyncio.create_task(count())
+        result = await agent.eval("1")
+        counting.cancel()
+        assert result.stdout == b"".join(b"%05d" % number for number in range(frames))
+        assert turns > frames / 256, "others had their turns in between"

@@ -17,6 +17,7 @@ from forkd.wire.agent import (
     MAX_MESSAGE,
     MAX_PAYLOAD,
     MORE,
+    STDOUT,
     Joiner,
     Parser,
     WireError,
@@ -71,6 +72,29 @@ def test_no_bytes_at_all_make_the_parser_hold_more_than_a_frame(data: bytes, cut
     for chunk in chunks_of(data * 40, cuts):
         parser.feed(chunk)
         assert sum(map(len, parser._chunks)) < wire.MAX_FRAME
+
+
+@given(st.integers(1, 7), st.lists(st.integers(0, 2000)))
+def test_a_parser_asked_for_few_frames_at_a_time_gives_all_of_them(limit: int, cuts: list[int]) -> None:
+    sent = [(DATA, STDOUT, number, bytes(number * 5)) for number in range(1, 20)]
+    parser = Parser()
+    received = []
+    for chunk in chunks_of(b"".join(map(encode_frame, sent)), cuts):
+        frames = parser.feed(chunk, limit)
+        received += frames
+        while parser.stopped:
+            assert len(frames) == limit
+            frames = parser.feed(b"", limit)
+            received += frames
+    assert received == sent
+
+
+def test_bytes_that_only_look_like_frames_are_an_attack_and_a_few_are_not() -> None:
+    parser = Parser()
+    assert parser.feed(b"\xf0\x6b" * 100 + encode(HELLO, 1, b"{}")) == [(HELLO, 0, 1, b"{}")]
+    with pytest.raises(WireError, match="only look like frames"):
+        parser.feed(b"\xf0\x6b" * 100_000)
+    assert parser.feed(encode(HELLO, 1, b"{}")) == [(HELLO, 0, 1, b"{}")], "it starts anew"
 
 
 def test_a_header_that_announces_too_much_is_garbage() -> None:
@@ -150,7 +174,7 @@ def test_a_split_message_whose_sender_is_gone_is_dropped() -> None:
     assert joiner.join(HELLO, 0, 2, b"{}") == b"{}"
 
 
-@pytest.mark.parametrize("payload", [b"", b"[]", b"1", b"{", b"\xff", b"[" * 100_000, b"1" * 10_000])
+@pytest.mark.parametrize("payload", [b"", b"[]", b"1", b"{", b"\xff", b"[" * 100_000, b"1" * 10_000, b'{"a": NaN}'])
 def test_control_payloads_that_are_no_json_object_are_refused(payload: bytes) -> None:
     with pytest.raises(WireError):
         wire.decode_json(payload)

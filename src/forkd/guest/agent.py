@@ -202,7 +202,7 @@ class _Eval(Exchange):
     def __init__(
         self, channel: Channel, payload: bytes, deadline_s: float, limit_bytes: int, on_output: OnOutput | None
     ) -> None:
-        self.output = Collected(limit_bytes)
+        self.output = Collected(limit_bytes, channel.budget)
         self._on_output = on_output
         super().__init__(channel, "finish an evaluation", EVAL, payload, deadline_s)
 

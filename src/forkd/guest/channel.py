@@ -2,7 +2,8 @@
 
 The guest is not trusted: it may send anything, at any rate, or nothing. All it sends is bounded by frames, by
 the window of each exchange and by a budget for what belongs to none; what breaks the protocol ends the channel.
-Nothing here awaits per message: one event loop serves a hundred guests.
+Nothing here awaits per message: one event loop serves a hundred guests. So each gets a bounded turn of it, and one
+that sends many small frames is read more slowly: its agent then has to join its output into larger ones.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ import socket
 from collections import deque
 from typing import Protocol
 
-from forkd.errors import AgentError, ChannelClosed, ForkdError, GuestTimeout, ProtocolError
+from forkd.errors import AgentError, ChannelClosed, ForkdError, GuestTimeout, InvalidInput, ProtocolError
+from forkd.guest.budget import ALL_GUESTS, GUEST_BYTES, Budget
+from forkd.guest.pace import Pace
 from forkd.wire.agent import (
     CANCEL,
+    DATA,
+    HEADER_SIZE,
     MAX_MESSAGE,
+    MAX_PAYLOAD,
     MAX_STREAMS,
     MORE,
     WINDOW_BYTES,
@@ -33,6 +39,11 @@ _STALE_BYTES = 4 * 1024 * 1024
 # Frames that belong to no exchange, beyond what cancelled ones may still have under way.
 _LATE_BYTES = 1024 * 1024
 _HIGH_BYTES = 1024 * 1024  # queued towards the guest; above it, writers wait
+_MAX_QUEUED = 16_384  # messages; a guest that sends and never reads makes us queue grants without end
+# A frame costs the daemon some 5 us, however small: a turn takes about a millisecond, a flood 4 % of the daemon's time.
+_TURN_FRAMES = 256
+_FRAMES_HZ = 8_000
+_FRAMES_BURST = 2_000
 _WRITE_STALL_S = 60.0
 
 
@@ -53,6 +64,9 @@ class Channel:
         self._loop = asyncio.get_running_loop()
         self._parser = Parser()
         self._joiner = Joiner()
+        self._pace = Pace(_FRAMES_HZ, _FRAMES_BURST)
+        self._pause: asyncio.TimerHandle | None = None
+        self.budget = Budget(GUEST_BYTES, ALL_GUESTS)  # of output kept for answers
         self._receivers: dict[int, Receiver] = {}
         # Random, so that what the guest still sends to a client before us is not taken for an answer to us.
         self._next_number = secrets.randbelow(1 << 30) + 1
@@ -63,7 +77,8 @@ class Channel:
         self._pending = 0
         self._room: list[asyncio.Future[None]] = []
         self._error: ForkdError | None = None
-        self._loop.add_reader(sock.fileno(), self._on_readable)
+        self._reading = False
+        self._read(True)
 
     @property
     def closed(self) -> bool:
@@ -77,10 +92,16 @@ class Channel:
             error = AgentError(f"More than {MAX_STREAMS} exchanges with one guest at a time")
             error.code = "too_many"
             raise error
+        if len(payload) > MAX_MESSAGE:
+            raise InvalidInput(
+                f"The request has {len(payload)} bytes as it is sent to the guest, and may have {MAX_MESSAGE}",
+                hint="Write large content to a file of the guest",
+            )
         receiver.number = self._next_number
         self._next_number += 1
+        message = encode_message(kind, receiver.number, payload)
         self._receivers[receiver.number] = receiver
-        self.send(encode_message(kind, receiver.number, payload))
+        self.send(message)
 
     def finish(self, receiver: Receiver) -> None:
         """Its final answer has come."""
@@ -108,6 +129,9 @@ class Channel:
                 return
             data = data[sent:]
             self._loop.add_writer(self._sock.fileno(), self._on_writable)
+        elif len(self._out) >= _MAX_QUEUED:
+            self._lose(ProtocolError("The guest sends, and reads nothing of what is sent to it"))
+            raise self._lost_error()
         self._out.append(data)
         self._pending += len(data)
 
@@ -139,8 +163,12 @@ class Channel:
         if not data:
             self._lose(ChannelClosed("The guest's side of the channel was closed"))
             return
+        self._take_turn(data)
+
+    def _take_turn(self, data: bytes = b"") -> None:
+        """Handle what has arrived, up to a number of frames; then the others' turn comes."""
         try:
-            self._received(data)
+            handled = self._received(data)
         except WireError as error:
             self._lose(ProtocolError(f"The guest broke the protocol: {error}"), error)
         except ProtocolError as error:
@@ -148,26 +176,63 @@ class Channel:
         except Exception as error:
             # A mistake of ours, or of a caller's callback: the frames behind it are lost, so nothing pending may wait.
             self._lose(ChannelClosed("An answer of the guest could not be handled"), error)
+        else:
+            self._end_turn(handled)
 
-    def _received(self, data: bytes) -> None:
-        frames = self._parser.feed(data)
+    def _end_turn(self, handled: int) -> None:
+        if self._error is not None:
+            return
+        # One step for the turn itself: a guest may also send its bytes one by one.
+        wait_s = self._pace.spend(1 + handled, self._loop.time())
+        if wait_s > 0 or self._parser.stopped:
+            self._read(False)
+            self._pause = self._loop.call_later(wait_s, self._after_pause)
+        else:
+            self._read(True)
+
+    def _after_pause(self) -> None:
+        if self._parser.stopped:
+            self._take_turn()
+        else:
+            self._read(True)
+
+    def _read(self, on: bool) -> None:
+        if on and not self._reading:
+            self._loop.add_reader(self._sock.fileno(), self._on_readable)
+        elif self._reading and not on:
+            self._loop.remove_reader(self._sock.fileno())
+        self._reading = on
+
+    def _received(self, data: bytes) -> int:
+        """How many frames it handled."""
+        frames = self._parser.feed(data, _TURN_FRAMES)
         if skipped := self._parser.take_skipped():
             # Before the frames: what is skipped with the first answer came before it, or belongs to a stream of old.
             self._spend(skipped, garbage=True)
         for kind, flags, number, payload in frames:
             receiver = self._receivers.get(number)
             if receiver is None:
-                self._spend(len(payload) + 1)
+                self._spend(HEADER_SIZE + len(payload))
                 continue
             self._synchronised = True
             if flags & MORE or self._joiner.active:
-                whole = self._joiner.join(kind, flags, number, payload)
+                whole = self._join(kind, flags, number, payload)
                 if whole is None:
                     continue
                 payload = whole
             receiver.on_frame(kind, flags, payload)
             if self._error is not None:
-                return
+                break
+        return len(frames)
+
+    def _join(self, kind: int, flags: int, number: int, payload: bytes) -> bytes | None:
+        """As the agent splits messages: into full frames, and never DATA, which is bounded by its window."""
+        if flags & MORE and (kind == DATA or len(payload) != MAX_PAYLOAD):
+            raise ProtocolError("The guest split a message into frames that are not full")
+        whole = self._joiner.join(kind, flags, number, payload)
+        if self._joiner.overflowed:
+            raise ProtocolError(f"The guest sent a message larger than {MAX_MESSAGE} bytes")
+        return whole
 
     def _spend(self, size: int, garbage: bool = False) -> None:
         """Account for bytes that belong to no exchange of ours."""
@@ -215,7 +280,9 @@ class Channel:
             return
         error.__cause__ = cause
         self._error = error
-        self._loop.remove_reader(self._sock.fileno())
+        if self._pause is not None:
+            self._pause.cancel()
+        self._read(False)
         self._loop.remove_writer(self._sock.fileno())
         self._sock.close()
         self._out.clear()

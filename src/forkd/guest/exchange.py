@@ -44,6 +44,8 @@ _ERRORS: dict[str, type[ForkdError]] = {
 _CODES = frozenset({"denied", "is_dir", "not_dir", "no_space", "io", "busy", "too_many"})
 CALL_S = 30.0
 _MESSAGE_LIMIT = 500
+_UNCOUNTED_BYTES = 64 * 1024
+_MAX_VALUES = 256 * 1024  # in a guest's JSON; as objects they take 30 times the bytes they were sent in
 _MAX_NUMBER = 1 << 63  # also keeps out NaN and infinity, which JSON in Python lets in
 
 
@@ -121,11 +123,17 @@ class Exchange:
             self._fail(failure)
         elif kind == DATA:
             self._allowed -= len(payload)
+            if not payload:
+                raise ProtocolError("The guest sent data without a byte")
             if self._allowed < 0:
                 raise ProtocolError("The guest sent more data than it was granted")
             self.on_data(flags, payload)
         elif kind == WINDOW:
-            self._credit += decode_window(payload)
+            grant = decode_window(payload)
+            # No agent grants less; each grant wakes a sender, who sends as little.
+            if grant < GRANT_BYTES:
+                raise ProtocolError(f"The guest granted {grant} bytes, less than a step of {GRANT_BYTES}")
+            self._credit += grant
             if self._credit > WINDOW_BYTES:
                 raise ProtocolError("The guest granted more than a window")
             self._wake_sender()
@@ -183,6 +191,8 @@ class Caller:
 
 
 def parse_object(payload: bytes) -> dict[str, Any]:
+    if len(payload) > _UNCOUNTED_BYTES and sum(map(payload.count, (b",", b"[", b"{"))) > _MAX_VALUES:
+        raise ProtocolError(f"The guest's answer has more than {_MAX_VALUES} values")
     try:
         value: dict[str, Any] = decode_json(payload)
     except WireError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -13,7 +12,8 @@ from typing import Any
 from forkd.errors import InvalidInput, ProtocolError
 from forkd.guest.channel import Channel
 from forkd.guest.exchange import Caller, Exchange, get_flag, get_int, get_text
-from forkd.wire.agent import CALL, END, MAX_MESSAGE
+from forkd.guest.unread import Unread
+from forkd.wire.agent import CALL, END, MAX_MESSAGE, STDOUT
 
 TRANSFER_S = 3600.0
 DEFAULT_READ_BYTES = 64 * 1024 * 1024
@@ -122,7 +122,7 @@ class FileCalls(Caller):
 
 class _Reading(Exchange):
     def __init__(self, channel: Channel, request: dict[str, Any]) -> None:
-        self._pieces: deque[bytes] = deque()  # bounded by the window of the exchange
+        self._pieces: Unread[int] = Unread()
         self._arrived = asyncio.Event()
         super().__init__(channel, "read a file", CALL, json.dumps(request).encode(), TRANSFER_S)
         self._answer.add_done_callback(lambda _: self._arrived.set())
@@ -130,7 +130,7 @@ class _Reading(Exchange):
     async def pieces(self) -> AsyncIterator[bytes]:
         while True:
             while self._pieces:
-                data = self._pieces.popleft()
+                _, data = self._pieces.take()
                 self.acknowledge(len(data))
                 yield data
             if self._answer.done():
@@ -139,7 +139,9 @@ class _Reading(Exchange):
             await self._arrived.wait()
 
     def on_data(self, flags: int, payload: bytes) -> None:
-        self._pieces.append(payload)
+        if flags != STDOUT:
+            raise ProtocolError("The guest sent a file as something else than its content")
+        self._pieces.add(flags, payload)
         self._arrived.set()
 
 

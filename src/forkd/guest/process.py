@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal as signals
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -15,10 +14,12 @@ from forkd.errors import AgentError, ForkdError, GuestTimeout, InvalidInput, Pro
 from forkd.guest.channel import Channel
 from forkd.guest.exchange import Exchange, get_int, parse_object
 from forkd.guest.results import Collected, CommandResult, output_kind, parse_exit
+from forkd.guest.unread import Unread
 from forkd.model.names import check_env
 from forkd.wire.agent import CONTROL, END, EXEC, STARTED, STDERR, STDOUT
 
 START_S = 30.0
+MAX_ARGUMENTS = 4096
 MAX_ARGUMENTS_BYTES = 1024 * 1024
 
 
@@ -37,8 +38,18 @@ def render_exec(
     texts = [command] if isinstance(command, str) else list(command)
     if not texts or not all(isinstance(text, str) for text in texts) or not texts[0]:
         raise InvalidInput("A command must be a text or a list of texts")
-    if any("\0" in text for text in texts) or sum(map(len, texts)) > MAX_ARGUMENTS_BYTES:
-        raise InvalidInput(f"A command must have no NUL and at most {MAX_ARGUMENTS_BYTES} bytes")
+    if len(texts) > MAX_ARGUMENTS:
+        raise InvalidInput(
+            f"The command has {len(texts)} arguments, and may have {MAX_ARGUMENTS}", hint="Pass them in a file"
+        )
+    if any("\0" in text for text in texts):
+        raise InvalidInput("A command must have no NUL")
+    size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+    if size > MAX_ARGUMENTS_BYTES:
+        raise InvalidInput(
+            f"The command has {size} bytes, and may have {MAX_ARGUMENTS_BYTES}",
+            hint="Write large content to a file of the guest, or send it as stdin",
+        )
     if isinstance(command, str):
         request["shell"] = command
     else:
@@ -65,7 +76,7 @@ class Process(Exchange):
     def __init__(self, channel: Channel, request: dict[str, Any], deadline_s: float | None) -> None:
         self.pid = 0
         self._started: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._output: deque[tuple[int, bytes]] = deque()  # bounded by the window of the exchange
+        self._output: Unread[int] = Unread()
         self._arrived: asyncio.Event = asyncio.Event()
         super().__init__(channel, "finish a command", EXEC, json.dumps(request).encode(), deadline_s)
         self._answer.add_done_callback(self._on_answered)
@@ -120,7 +131,7 @@ class Process(Exchange):
     async def __aiter__(self) -> AsyncIterator[tuple[str, bytes]]:
         while True:
             while self._output:
-                flags, data = self._output.popleft()
+                flags, data = self._output.take()
                 self.acknowledge(len(data))
                 yield ("stdout" if flags == STDOUT else "stderr"), data
             if self._answer.done():
@@ -130,7 +141,7 @@ class Process(Exchange):
 
     async def wait(self, *, max_output_bytes: int = 0) -> CommandResult:
         """Take the rest of the output, and say how the command ended."""
-        output = Collected(max_output_bytes)
+        output = Collected(max_output_bytes, self._channel.budget)
         async for kind, data in self:
             output.add(STDOUT if kind == "stdout" else STDERR, data)
         _, payload = await self.answer()
@@ -143,6 +154,7 @@ class Process(Exchange):
             stdout=output.stdout,
             stderr=output.stderr,
             output_truncated=output.truncated,
+            lease=output.lease,
         )
 
     async def __aenter__(self) -> Self:
@@ -157,7 +169,7 @@ class Process(Exchange):
     # For the channel
 
     def on_data(self, flags: int, payload: bytes) -> None:
-        self._output.append((output_kind(flags), payload))
+        self._output.add(output_kind(flags), payload)
         self._arrived.set()
 
     def on_other(self, kind: int, payload: bytes) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from forkd.errors import ProtocolError
+from forkd.guest.budget import Budget, Lease
 from forkd.guest.exchange import get_flag, get_float, get_int, get_text, parse_object
 from forkd.wire.agent import MAX_MESSAGE, STDERR, STDOUT, TIMED_OUT
 
@@ -46,6 +47,7 @@ class EvalResult:
     interpreter_restarted: bool
     signal: int | None
     exit_code: int | None
+    lease: Lease | None = field(default=None, repr=False, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -54,7 +56,7 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class CommandResult:
-    """Exactly one of `exit_code` and `signal` is set."""
+    """Exactly one of `exit_code` and `signal` is set. `lease` counts its output as kept while this exists."""
 
     pid: int
     exit_code: int | None
@@ -63,6 +65,7 @@ class CommandResult:
     stdout: bytes
     stderr: bytes
     output_truncated: bool
+    lease: Lease | None = field(default=None, repr=False, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -75,19 +78,24 @@ class CommandResult:
 
 
 class Collected:
-    """Output, kept up to a limit per kind; the rest is counted as gone."""
+    """Output, kept up to a limit per kind and as far as the budget allows; the rest is counted as gone."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.truncated = False
+    def __init__(self, limit_bytes: int, budget: Budget) -> None:
+        self.lease = Lease(budget)
         self._limit = limit_bytes
         self._kept = {STDOUT: bytearray(), STDERR: bytearray()}
+        self._cut: set[int] = set()  # of these no more is kept: a text with a hole in it would look whole
+
+    @property
+    def truncated(self) -> bool:
+        return bool(self._cut)
 
     def add(self, flags: int, data: bytes) -> None:
         kept = self._kept[output_kind(flags)]
-        free = self._limit - len(kept)
-        if len(data) > free:
-            self.truncated = True
-            data = data[:free]
+        room = 0 if flags in self._cut else self.lease.take(min(len(data), self._limit - len(kept)))
+        if room < len(data):
+            self._cut.add(flags)
+            data = data[:room]
         kept += data
 
     @property
@@ -136,6 +144,7 @@ def parse_eval(flags: int, payload: bytes, output: Collected) -> EvalResult:
         interpreter_restarted=died is not None,
         signal=signal,
         exit_code=exit_code,
+        lease=output.lease,
     )
 
 

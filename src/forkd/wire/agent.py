@@ -32,7 +32,7 @@ MAX_PAYLOAD = 64 * 1024
 MAX_MESSAGE = 2 * 1024 * 1024  # of a split message: code of 1 MiB, even when JSON doubles it
 MAX_STREAMS = 64
 WINDOW_BYTES = 256 * 1024  # what may be under way in one direction of one stream before the reader grants more
-GRANT_BYTES = WINDOW_BYTES // 4  # readers grant in steps of at least this
+GRANT_BYTES = WINDOW_BYTES // 4  # readers grant in steps of at least this; the host refuses smaller ones
 
 # Requests of the host
 HELLO = 1
@@ -74,6 +74,10 @@ MAX_FRAME = HEADER_SIZE + MAX_PAYLOAD
 
 # Each rejected payload costs a checksum over up to 64 KiB, for as little as 20 bytes sent: an attack is cheap.
 MAX_REJECTED = 16
+# Each start of a header that is none costs a step of the parser, for as little as 2 bytes. The rest of a frame cut
+# short has one or two of them by chance.
+MAX_FALSE_HEADERS = 4096
+_MAX_CHUNKS = 64
 
 
 class WireError(Exception):
@@ -113,14 +117,18 @@ def encode_json(kind: int, stream: int, value: Any, flags: int = 0) -> bytes:
 
 
 def decode_json(payload: bytes) -> Any:
-    """A JSON object, or WireError, also when it is nested too deep or has too long numbers."""
+    """A JSON object, or WireError, also when it is nested too deep, or has too long numbers or NaN."""
     try:
-        value = json.loads(payload)
+        value = json.loads(payload, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise WireError("A control payload is not JSON") from error
     if not isinstance(value, dict):
         raise WireError("A control payload is not a JSON object")
     return value
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(text + " is not a JSON number")
 
 
 def encode_window(stream: int, grant: int) -> bytes:
@@ -189,22 +197,29 @@ def unpack_become(payload: bytes) -> Tuple[List[str], List[str]]:
 
 
 class Parser:
-    """Bytes to frames. Holds less than one frame; after garbage it goes on at the next valid header."""
+    """Bytes to frames. Holds less than one frame; after garbage it goes on at the next valid header.
+
+    With a limit to the frames of one call it holds what was fed beyond it, and `stopped` says that there is more.
+    """
 
     def __init__(self) -> None:
+        self.stopped = False
         self._chunks: List[bytes] = []
         self._held = 0
         self._need = HEADER_SIZE
         self._rejected = 0
+        self._false_headers = 0
         self._skipped = 0
 
-    def feed(self, data: bytes) -> Frames:
-        """The frames completed by `data`. Raises WireError when the damage looks like an attack."""
+    def feed(self, data: bytes, limit: int | None = None) -> Frames:
+        """The frames completed by `data`, `limit` at most. Raises WireError when the damage looks like an attack."""
         if self._chunks:
             # Joined once, when the frame is whole: the guest's port delivers at most 4 KiB per read.
             self._chunks.append(data)
             self._held += len(data)
             if self._held < self._need:
+                if len(self._chunks) > _MAX_CHUNKS:
+                    self._chunks = [b"".join(self._chunks)]
                 return []
             data = b"".join(self._chunks)
             self._chunks.clear()
@@ -212,7 +227,11 @@ class Parser:
         at = 0
         end = len(data)
         need = HEADER_SIZE
+        self.stopped = False
         while end - at >= HEADER_SIZE:
+            if len(frames) == limit:
+                self.stopped = True
+                break
             magic, kind, flags, stream, length, payload_crc, header_crc = _HEADER.unpack_from(data, at)
             body = at + HEADER_SIZE
             if magic != _MAGIC_NUMBER or length > MAX_PAYLOAD or crc32(data[at : body - 4]) != header_crc:
@@ -240,6 +259,8 @@ class Parser:
         self._chunks.clear()
         self._held = 0
         self._rejected = 0
+        self._false_headers = 0
+        self.stopped = False
 
     def take_skipped(self) -> int:
         """Bytes skipped since the last call."""
@@ -250,6 +271,11 @@ class Parser:
         found = data.find(_MAGIC, at + 1)
         if found < 0:
             found = len(data) - 1 if data[-1] == _MAGIC[0] else len(data)
+        else:
+            self._false_headers += 1
+            if self._false_headers > MAX_FALSE_HEADERS:
+                self.reset()
+                raise WireError("Too many bytes that only look like frames")
         self._skipped += found - at
         return found
 
@@ -272,6 +298,11 @@ class Joiner:
         self._kind = 0
         self._stream = 0
 
+    @property
+    def overflowed(self) -> bool:
+        """The message under way is larger than allowed already."""
+        return self._size > self._limit
+
     def join(self, kind: int, flags: int, stream: int, payload: bytes) -> bytes | None:
         """The whole payload with the last frame, None before; WireError with the last frame of one too large."""
         if self.active and (kind != self._kind or stream != self._stream):
@@ -279,15 +310,15 @@ class Joiner:
             self.reset()
         self.active, self._kind, self._stream = True, kind, stream
         self._size += len(payload)
-        if self._size <= self._limit:
-            self._chunks.append(payload)
-        else:
+        if self.overflowed:
             self._chunks.clear()
+        else:
+            self._chunks.append(payload)
         if flags & MORE:
             return None
-        whole, size = b"".join(self._chunks), self._size
+        whole, too_large = b"".join(self._chunks), self.overflowed
         self.reset()
-        if size > self._limit:
+        if too_large:
             raise WireError("A message is larger than %d bytes" % self._limit, stream)
         return whole
 
