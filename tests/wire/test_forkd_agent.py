@@ -84,8 +84,8 @@ def test_a_pong_has_the_five_keys_clients_read() -> None:
 
 
 def test_an_exec_that_ran_has_no_error_key_whatever_its_exit_code() -> None:
-    assert read(render_exec(b"a\xff\n", b"", -9)) == {"stdout": "a\ufffd\n", "stderr": "", "exit_code": -9}
-    assert read(render_exec(b"", b"", 0, truncated=True))["truncated"] is True
+    assert read(b"".join(render_exec(b"a\xff\n", b"", -9))) == {"stdout": "a\ufffd\n", "stderr": "", "exit_code": -9}
+    assert read(b"".join(render_exec(b"", b"", 0, truncated=True)))["truncated"] is True
 
 
 def test_an_eval_that_worked_has_no_error_key() -> None:

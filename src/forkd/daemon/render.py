@@ -21,9 +21,7 @@ from forkd.runtime.spawn import Spawned
 from forkd.runtime.templates import TemplateView
 from forkd.runtime.workspaces import WorkspaceRecord
 from forkd.wire.api import (
-    EvalResponse,
     Event,
-    ExecResponse,
     FileInfo,
     ProcessInfo,
     SandboxInfo,
@@ -127,16 +125,21 @@ def render_workspace(record: WorkspaceRecord) -> WorkspaceInfo:
     return info
 
 
-def render_exec(result: CommandResult) -> ExecResponse:
+# The next three are for LargeJson: output is still bytes. As JSON they are ExecResponse, EvalResponse and more of an
+# ErrorBody; a test compares the keys.
+Rendered = dict[str, object]
+
+
+def render_exec(result: CommandResult) -> Rendered:
     return {
-        "stdout": render_output(result.stdout),
-        "stderr": render_output(result.stderr),
+        "stdout": result.stdout,
+        "stderr": result.stderr,
         "exit_code": result.returncode,
         "truncated": result.output_truncated,
     }
 
 
-def render_eval(result: EvalResult) -> EvalResponse:
+def render_eval(result: EvalResult) -> Rendered:
     error = result.error
     return {
         "result": result.repr,
@@ -144,15 +147,24 @@ def render_eval(result: EvalResult) -> EvalResponse:
         "exit_code": 0 if error is None else 1,
         "value": result.value if result.has_value else None,
         "has_value": result.has_value,
-        "stdout": render_output(result.stdout),
-        "stderr": render_output(result.stderr),
+        "stdout": result.stdout,
+        "stderr": result.stderr,
         "traceback": None if error is None else error.traceback,
         "truncated": result.output_truncated or result.truncated,
     }
 
 
-def render_output(data: bytes) -> str:
-    return data.decode("utf-8", "replace")
+def render_timeout(result: CommandResult | EvalResult) -> Rendered:
+    """What came of it until its deadline."""
+    more: Rendered = {
+        "stdout": result.stdout,
+        "stderr": result.stderr,
+        "truncated": result.output_truncated,
+        "timed_out": True,
+    }
+    if isinstance(result, EvalResult):
+        more["interpreter_restarted"] = result.interpreter_restarted
+    return more
 
 
 def render_process(command: GuestProcess) -> ProcessInfo:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -13,8 +14,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from forkd.daemon.call import Call
-from forkd.daemon.errors import CALL, ClientGone, Internal, Stopping, error_body
+from forkd.daemon.errors import CALL, ClientGone, Internal, Stopping, error_body, status_of
 from forkd.errors import ForkdError, GuestTimeout
+from forkd.wire.json_pieces import render_pieces
 
 Pieces = AsyncGenerator[bytes, None]
 
@@ -30,6 +32,12 @@ log = logging.getLogger("forkd.requests")
 def render_event(event: str, data: Mapping[str, Any], number: int | None = None) -> bytes:
     head = f"id: {number}\n" if number is not None else ""
     return f"{head}event: {event}\ndata: {json.dumps(data)}\n\n".encode()
+
+
+def render_large_event(event: str, data: Mapping[str, object]) -> Iterator[bytes]:
+    """In pieces; values that are bytes are texts of the guest."""
+    yield f"event: {event}\ndata: ".encode()
+    yield from render_pieces(data, end=b"\n\n")
 
 
 async def start_events(call: Call, events: Pieces) -> Response:
@@ -92,16 +100,18 @@ class _Output:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._spoken = False
+        self._between = True  # two events, and not two pieces of one
 
     async def write(self, data: bytes) -> None:
         self._spoken = True
+        self._between = not data or data.endswith(b"\n\n")
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def break_silence(self) -> None:
         while True:
             self._spoken = False
             await asyncio.sleep(SILENCE_S)
-            if not self._spoken:
+            if not self._spoken and self._between:
                 await self.write(b": still here\n\n")
 
 
@@ -142,6 +152,41 @@ class Content(Response):
             call.link.abort()
         except ForkdError as error:
             call.code = error.code
+            call.link.abort()
+
+
+class LargeJson(Response):
+    """A JSON object whose values that are bytes are texts of the guest: rendered as the client reads it.
+
+    It goes out whole when it is one piece. `kept` lives until it is sent; `error`: it is the body of that error.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, value: Mapping[str, object], *, kept: object, error: ForkdError | None = None) -> None:
+        self._kept = kept
+        self._pieces = render_pieces(value if error is None else error_body(error, value))
+        self._code = None if error is None else error.code
+        self._first = next(self._pieces)
+        self._second = next(self._pieces, None)
+        super().__init__(self._first if self._second is None else None, 200 if error is None else status_of(error))
+        if self._second is not None:
+            del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call: Call = scope[CALL]
+        call.code = self._code
+        if self._second is None:
+            await super().__call__(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with call.while_connected():
+                for piece in itertools.chain((self._first, self._second), self._pieces):
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    await asyncio.sleep(0)  # a socket that takes all at once would keep the others waiting
+            await send({"type": "http.response.body", "body": b""})
+        except ClientGone:
             call.link.abort()
 
 

@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -170,15 +170,17 @@ class _Port:
             raise
         try:
             async with asyncio.timeout(_REPLY_S):
-                await self._loop.sock_sendall(connection, reply)
+                for piece in reply:
+                    await self._loop.sock_sendall(connection, piece)
+                    await asyncio.sleep(0)  # a socket that takes all at once would keep the others waiting
             connection.shutdown(socket.SHUT_WR)
             async with asyncio.timeout(_LINGER_S):
                 await incoming.drain()
         except (OSError, TimeoutError) as error:
             _log.debug("A client of sandbox %s did not take its answer to the end: %s", self._id, error)
 
-    async def _answer(self, incoming: _Incoming, uid: int | None) -> bytes:
-        """Every outcome becomes an answer."""
+    async def _answer(self, incoming: _Incoming, uid: int | None) -> Iterable[bytes]:
+        """Every outcome becomes an answer, in pieces."""
         try:
             self._check_peer(uid)
             if self._served >= MAX_SERVED:
@@ -191,12 +193,12 @@ class _Port:
             finally:
                 self._served -= 1
         except ForkdError as error:
-            return render_failure(type(error).__name__, error.message, error.hint or "")
+            return [render_failure(type(error).__name__, error.message, error.hint or "")]
         except OSError as error:
-            return render_failure(type(error).__name__, str(error))
+            return [render_failure(type(error).__name__, str(error))]
         except Exception:
             _log.exception("A request to sandbox %s failed", self._id)
-            return render_failure("InternalError", "The daemon failed; its log says why")
+            return [render_failure("InternalError", "The daemon failed; its log says why")]
 
     def _check_peer(self, uid: int | None) -> None:
         if uid is None or uid not in (0, os.geteuid()):
@@ -205,13 +207,13 @@ class _Port:
                 hint="Others use the REST API, with a token",
             )
 
-    async def _do(self, agent: Agent, request: Ping | Exec | Eval) -> bytes:
+    async def _do(self, agent: Agent, request: Ping | Exec | Eval) -> Iterable[bytes]:
         if isinstance(request, Ping):
             info = await agent.ping()
-            return render_pong(await agent.numpy_version(), info.pid)
+            return [render_pong(await agent.numpy_version(), info.pid)]
         if isinstance(request, Exec):
             return render_command(await agent.run(request.args, timeout_s=request.timeout_s), request.timeout_s)
-        return render_evaluation(await agent.eval(request.code, timeout_s=EVAL_S), EVAL_S)
+        return [render_evaluation(await agent.eval(request.code, timeout_s=EVAL_S), EVAL_S)]
 
 
 class _Incoming:
@@ -244,10 +246,12 @@ class _Incoming:
         return data
 
 
-def render_command(result: CommandResult, timeout_s: float) -> bytes:
+def render_command(result: CommandResult, timeout_s: float) -> Iterator[bytes]:
+    """`result` is held until the last piece is taken: until then its output counts as kept."""
     if result.timed_out:
-        return render_failure("GuestTimeout", f"The command did not end within {timeout_s:g} s and was killed")
-    return render_exec(result.stdout, result.stderr, result.returncode, truncated=result.output_truncated)
+        yield render_failure("GuestTimeout", f"The command did not end within {timeout_s:g} s and was killed")
+    else:
+        yield from render_exec(result.stdout, result.stderr, result.returncode, truncated=result.output_truncated)
 
 
 def render_evaluation(result: EvalResult, timeout_s: float) -> bytes:

@@ -7,10 +7,12 @@ Clients decide by the presence of keys: an answer to `eval` fails by having `err
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from forkd.errors import InvalidInput
+from forkd.wire.json_pieces import render_pieces
 
 MAX_LINE_BYTES = 1024 * 1024
 DEFAULT_EXEC_S = 30.0
@@ -61,16 +63,12 @@ def render_pong(numpy_version: str, pid: int) -> bytes:
     )
 
 
-def render_exec(stdout: bytes, stderr: bytes, exit_code: int, *, truncated: bool = False) -> bytes:
-    """`exit_code` is negative for a signal. Bytes that are not UTF-8 become U+FFFD."""
-    reply: dict[str, Any] = {
-        "stdout": stdout.decode(errors="replace"),
-        "stderr": stderr.decode(errors="replace"),
-        "exit_code": exit_code,
-    }
+def render_exec(stdout: bytes, stderr: bytes, exit_code: int, *, truncated: bool = False) -> Iterator[bytes]:
+    """In pieces, as it can be large. `exit_code` is negative for a signal. Bytes that are not UTF-8 become U+FFFD."""
+    reply: dict[str, Any] = {"stdout": stdout, "stderr": stderr, "exit_code": exit_code}
     if truncated:
         reply["truncated"] = True
-    return _render(reply)
+    return render_pieces(reply, end=b"\n")
 
 
 def render_eval(result: str) -> bytes:

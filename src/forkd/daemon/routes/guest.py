@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,21 +12,21 @@ from starlette.responses import Response
 
 from forkd.daemon import logs
 from forkd.daemon.call import Call
-from forkd.daemon.errors import ErrorResponse, error_body
+from forkd.daemon.errors import error_body
 from forkd.daemon.inputs import CommandBody, EvalBody, ExecBody, SandboxId
-from forkd.daemon.render import render_data, render_eval, render_exec, render_exit, render_output
+from forkd.daemon.render import render_data, render_eval, render_exec, render_exit, render_timeout
 from forkd.daemon.route import Raw, route
-from forkd.daemon.streams import EVENTS, Pieces, render_event
+from forkd.daemon.streams import EVENTS, LargeJson, Pieces, render_event, render_large_event
 from forkd.errors import GuestTimeout, InvalidInput
 from forkd.guest.files import check_path
-from forkd.guest.results import CommandResult, EvalResult
+from forkd.guest.unread import Unread
 from forkd.runtime.child import LiveSandbox, Turn
 from forkd.wire.api import EvalResponse, ExecResponse, PingResponse
 
 # Beyond the guest's own deadline: to reach it, to start, to kill and to report. Then we stop waiting.
 GRACE_S = 60.0
 PING_S = 10.0
-MAX_BACKLOG_BYTES = 4 * 1024 * 1024
+MAX_BACKLOG_BYTES = 512 * 1024
 
 
 @asynccontextmanager
@@ -63,8 +62,8 @@ async def exec_command(call: Call, id: SandboxId, body: ExecBody) -> ExecRespons
             f"The command did not end within {body.timeout_secs:g} s and was killed",
             hint="Give it more time with timeout_secs, or start it as a process",
         )
-        return ErrorResponse(error, _render_outputs(result))
-    return render_exec(result)
+        return LargeJson(render_timeout(result), kept=result, error=error)
+    return LargeJson(render_exec(result), kept=result)
 
 
 @route("POST", "/v1/sandboxes/{id}/eval", guest=True)
@@ -74,7 +73,9 @@ async def eval_code(call: Call, id: SandboxId, body: EvalBody) -> EvalResponse |
     async with guest(call, id, body.timeout_secs + GRACE_S, Turn.RUN) as live:
         result = await live.agent.eval(body.code, timeout_s=body.timeout_secs)
     call.daemon.metrics.eval_s.observe(time.perf_counter() - begun)
-    return ErrorResponse(_too_long(body), _timeout_more(result)) if result.timed_out else render_eval(result)
+    if result.timed_out:
+        return LargeJson(render_timeout(result), kept=result, error=_too_long(body))
+    return LargeJson(render_eval(result), kept=result)
 
 
 @route(
@@ -125,9 +126,11 @@ async def stream_evaluation(call: Call, id: SandboxId, body: EvalBody) -> Pieces
     if result.timed_out:
         error = _too_long(body)
         call.code = error.code
-        yield render_event("error", error_body(error, _timeout_more(result)))
+        pieces = render_large_event("error", error_body(error, render_timeout(result)))
     else:
-        yield render_event("result", render_eval(result))
+        pieces = render_large_event("result", render_eval(result))
+    for piece in pieces:
+        yield piece
 
 
 class Backlog:
@@ -135,18 +138,16 @@ class Backlog:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
-        self._waiting: deque[tuple[str, bytes]] = deque()
-        self._size = 0
+        self._waiting: Unread[str] = Unread()
         self._dropped = 0
         self._closed = False
         self._news = asyncio.Event()
 
     def add(self, kind: str, data: bytes) -> None:
-        if self._size + len(data) > self._limit:
+        if self._waiting.size_bytes + len(data) > self._limit:
             self._dropped += len(data)
         else:
-            self._waiting.append((kind, data))
-            self._size += len(data)
+            self._waiting.add(kind, data)
         self._news.set()
 
     def close(self) -> None:
@@ -157,9 +158,7 @@ class Backlog:
         while True:
             self._news.clear()
             while self._waiting:
-                kind, data = self._waiting.popleft()
-                self._size -= len(data)
-                yield render_data(kind, data)
+                yield render_data(*self._waiting.take())
             if self._dropped:
                 gap, self._dropped = self._dropped, 0
                 yield render_event("gap", {"bytes": gap})
@@ -178,14 +177,6 @@ def _too_long(body: EvalBody) -> GuestTimeout:
         f"The evaluation did not end within {body.timeout_secs:g} s and was interrupted",
         hint="Give it more time with timeout_secs",
     )
-
-
-def _timeout_more(result: EvalResult) -> dict[str, str | bool]:
-    return {**_render_outputs(result), "interpreter_restarted": result.interpreter_restarted}
-
-
-def _render_outputs(result: CommandResult | EvalResult) -> dict[str, str]:
-    return {"stdout": render_output(result.stdout), "stderr": render_output(result.stderr)}
 
 
 def parse_command(body: CommandBody) -> dict[str, Any]:
