@@ -80,5 +80,14 @@ TEMPLATE = {
     "forks": int,
 }
 PING = {"pong": bool, "numpy_version": str, "pid": int, "agent_lang": str, "warmup_ready": bool}
-VERSION = {"version": str, "api": str, "engine": str, "isolation": str, "pid": int, "listeners": list}
+VERSION = {
+    "version": str,
+    "api": str,
+    "engine": str,
+    "isolation": str,
+    "pid": int,
+    "listeners": list,
+    "tcp_access": str,
+    "idle_exit_secs": float,
+}
 ERROR = {"error": str, "code": str, "hint": (str, NOTHING)}

@@ -10,6 +10,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from forkd.daemon import call, connection
 from forkd.daemon.call import Call, Daemon, while_connected
+from forkd.daemon.cap import ConnectionCap
 from forkd.daemon.connection import LINK, Link
 from forkd.daemon.errors import ClientGone, ForkdError
 from forkd.daemon.listeners import opened_unix, served
@@ -35,7 +36,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 @pytest.fixture
 async def connect(tmp_path: Path) -> AsyncIterator[Connect]:
     with opened_unix(tmp_path / "s") as sock:
-        async with served(app, sock, None, 1):
+        async with served(app, sock, None, 1, ConnectionCap(100)):
             yield lambda: asyncio.open_unix_connection(str(tmp_path / "s"))
 
 

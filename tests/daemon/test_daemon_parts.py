@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from forkd import errors as tree
 from forkd.daemon import logs
+from forkd.daemon.audit import AuditEntry, AuditFile
 from forkd.daemon.errors import STATUS, ErrorResponse, error_of_validation, status_of
 from forkd.daemon.inputs import ExecBody, SpawnBody
-from forkd.daemon.logs import AuditEntry, AuditLog
 from forkd.daemon.metrics import Metrics
 
 
@@ -91,7 +91,7 @@ def entry(path: str = "/v1/x") -> AuditEntry:
 
 def test_the_audit_log_is_one_json_object_per_line_and_ours_alone(tmp_path: Path) -> None:
     path = tmp_path / "deep/audit.log"
-    log = AuditLog(path)
+    log = AuditFile(path)
     log.write(entry())
     log.write(entry("/v1/\n\udc80"))
     log.close()
@@ -104,7 +104,7 @@ def test_the_audit_log_is_one_json_object_per_line_and_ours_alone(tmp_path: Path
 
 
 def test_the_audit_log_rotates_by_size_and_keeps_so_many(tmp_path: Path) -> None:
-    log = AuditLog(tmp_path / "a.log", max_bytes=400, kept=3)
+    log = AuditFile(tmp_path / "a.log", max_bytes=400, kept=3)
     for number in range(40):
         log.write(entry(f"/{number}"))
     log.close()
@@ -118,7 +118,7 @@ def test_the_audit_log_rotates_by_size_and_keeps_so_many(tmp_path: Path) -> None
 
 def test_a_reopened_audit_log_goes_on_under_its_name(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
-    log = AuditLog(path)
+    log = AuditFile(path)
     log.write(entry("/1"))
     path.rename(tmp_path / "moved")
     log.write(entry("/2"))
@@ -132,7 +132,7 @@ def test_a_reopened_audit_log_goes_on_under_its_name(tmp_path: Path) -> None:
 def test_a_failing_disk_is_said_once_and_counted_every_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     failures: list[int] = []
-    log = AuditLog(tmp_path / "file/a.log", on_failure=lambda: failures.append(1))
+    log = AuditFile(tmp_path / "file/a.log", on_failure=lambda: failures.append(1))
     for _ in range(3):
         log.write(entry())
     assert len(failures) == 3
@@ -147,7 +147,7 @@ def test_the_audit_log_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "target").write_text("")
     (tmp_path / "a.log").symlink_to(tmp_path / "target")
     failures: list[int] = []
-    AuditLog(tmp_path / "a.log", on_failure=lambda: failures.append(1)).write(entry())
+    AuditFile(tmp_path / "a.log", on_failure=lambda: failures.append(1)).write(entry())
     assert failures
     assert (tmp_path / "target").read_text() == ""
 

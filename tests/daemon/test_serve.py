@@ -98,6 +98,28 @@ def test_it_goes_away_by_itself_when_nobody_wants_anything(empty: Home) -> None:
         assert daemon.process.wait(STOP_S) == 0
 
 
+def test_one_that_is_told_to_stay_does_not_go_away(empty: Home) -> None:
+    with served(empty, "--bind", "none", "--idle-exit-secs", "1") as daemon:
+        client = Client(daemon.places[0])
+        assert client.get("/version").body["idle_exit_secs"] == 1
+        assert client.post("/v1/stay").status == 204
+        time.sleep(1.6)
+        assert client.get("/version").body["idle_exit_secs"] == 0
+
+
+def test_that_tcp_asks_for_no_token_is_said_loudly(empty: Home) -> None:
+    with served(empty, "--bind", "127.0.0.1:0") as daemon:
+        wait_until(lambda: "warning forkd.daemon: TCP asks for no token" in daemon.read_log())
+        assert Client(daemon.places[0]).get("/version").body["tcp_access"] == "open"
+    TokenStore(empty.tokens).create("a")
+    with served(empty, "--bind", "127.0.0.1:0") as daemon:
+        assert Client(daemon.places[0]).get("/version").body["tcp_access"] == "token"
+        assert "warning" not in daemon.read_log()
+    TokenStore(empty.tokens).revoke("a")
+    with served(empty, "--bind", "127.0.0.1:0") as daemon:
+        wait_until(lambda: "No token is left" in daemon.read_log())
+
+
 def test_beyond_loopback_there_has_to_be_a_token(empty: Home) -> None:
     assert "without a token" in refused(empty, "--bind", "0.0.0.0:0")
     value = TokenStore(empty.tokens).create("b")

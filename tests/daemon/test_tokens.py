@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forkd.cli.main import main
-from forkd.daemon.app import is_plain_host, parse_bearer, refuse_page
+from forkd.daemon.access import is_plain_host, parse_bearer, refuse_page
 from forkd.daemon.tokens import PREFIX, TOKEN_FILE_NAME, Keyring, TokenStore, read_token_file
 from forkd.errors import Conflict, HostLacks, InvalidInput, NotFound
 

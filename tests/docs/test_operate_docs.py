@@ -17,7 +17,7 @@ from support_images import make_image
 from unit_filter import allowed_calls, parse_unit, read_sets
 
 from forkd.client.controller import Controller
-from forkd.daemon import logs, serve, settings
+from forkd.daemon import audit, connection, repeats, serve, settings
 from forkd.daemon.metrics import Metrics
 from forkd.daemon.settings import OPTIONS, merge_settings
 from forkd.engines.qemu.machine import ADOPT_DEADLINE_S
@@ -128,7 +128,7 @@ def test_the_alerts_ask_for_metrics_that_exist() -> None:
 
 def test_the_fields_of_the_audit_log_are_those_of_the_code() -> None:
     documented = [name for row in table(read("reference/metrics.md"), "field") for name in ticked(row[0])]
-    assert documented == [field.name for field in dataclasses.fields(logs.AuditEntry)]
+    assert documented == [field.name for field in dataclasses.fields(audit.AuditEntry)]
 
 
 # Doctor
@@ -166,8 +166,14 @@ def test_the_numbers_in_the_documents_are_those_of_the_code() -> None:
     assert f"within {ADOPT_DEADLINE_S:g} s" in crashes
     assert f"kept for {upkeep.DEAD_KEPT_S / 60:g} minutes" in crashes
     assert f"for {upkeep.DEAD_KEPT_S / 60:g} minutes" in metrics
-    assert f"At {logs.AUDIT_BYTES >> 20} MiB" in monitoring
-    assert {5: "five"}[logs.AUDIT_KEPT] in monitoring
+    assert f"at {audit.AUDIT_BYTES >> 20} MiB" in monitoring
+    assert {5: "five old ones"}[audit.AUDIT_KEPT] in monitoring
+    assert f"at {audit.OUTSIDE_BYTES >> 20} MiB" in monitoring
+    assert {1: "one old one"}[audit.OUTSIDE_KEPT] in monitoring
+    assert f"`audit.log{audit.OUTSIDE_SUFFIX}`" in monitoring
+    assert f"{connection.HEAD_BYTES >> 10} KiB" in security and f"{connection.MAX_HEADERS} headers" in security
+    assert f"shown {repeats.BUDGET} times a minute, or {repeats.BUDGET // repeats.TRACEBACK_COST} times" in metrics
+    assert repeats.WINDOW_S == 60
     assert f"the last {events.KEPT:,}" in monitoring
     assert {0.5: "every half second"}[upkeep.TICK_S] in crashes
     assert f"{ports.MAX_SERVED} connections" in security
@@ -316,9 +322,9 @@ def test_the_readme_leads_to_a_sandbox_by_python_and_by_curl(home: Home) -> None
         assert controller.list_sandboxes() == []
         if shutil.which("curl") is None or shutil.which("jq") is None:
             pytest.skip("curl or jq is not installed")
-        _, address = daemon.places
         script = "\n".join(line.removeprefix("$ ") for line in console.splitlines())
-        answer = run(["sh", "-ec", script.replace("http://127.0.0.1:8889", address)], variables)
+        programs = f"{Path(sys.executable).parent}:{variables['PATH']}"
+        answer = run(["sh", "-ec", script], variables | {"PATH": programs})
         assert '"exit_code": 0' in answer
         assert controller.list_sandboxes() == []
         assert set(re.findall(r"^# TYPE (\w+)", controller.metrics(), re.MULTILINE)) == {

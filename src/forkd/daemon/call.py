@@ -12,9 +12,10 @@ from typing import Any, NoReturn, Self
 
 from starlette.types import Message, Receive
 
+from forkd.daemon.access import TcpAccess
+from forkd.daemon.audit import AuditLog
 from forkd.daemon.connection import Link
 from forkd.daemon.errors import ClientGone, with_status
-from forkd.daemon.logs import AuditLog
 from forkd.daemon.metrics import Metrics
 from forkd.errors import ForkdError, InvalidInput
 from forkd.image import ImageStore
@@ -32,7 +33,8 @@ EOF_GRACE_S = 1.0
 class Activity:
     """Whether anybody uses this daemon."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle_exit_s: float = 0.0) -> None:
+        self.idle_exit_s = idle_exit_s  # 0: nobody using it is no reason to end
         self.in_flight = 0
         self.draining = False
         self._last = time.monotonic()
@@ -69,6 +71,7 @@ class Daemon:
     images: ImageStore
     metrics: Metrics
     audit: AuditLog | None
+    tcp: TcpAccess
     listeners: list[str] = field(default_factory=list)  # URLs, once there are any
     activity: Activity = field(default_factory=Activity)
 
@@ -84,6 +87,7 @@ class Call:
     query: bytes
     receive: Receive
     token: str | None = None
+    allowed: bool = False  # its client may use this daemon; else it is an outsider's, even if it was answered
     route: str = "unmatched"
     params: dict[str, str] = field(default_factory=dict)  # of the path
     json: Any = None  # the body as it came, before its model

@@ -7,17 +7,23 @@ import json
 import secrets
 import socket
 import struct
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from forkd.daemon.cap import ConnectionCap
 from forkd.daemon.errors import error_body
 from forkd.errors import InvalidInput
 
 HEAD_S = 30.0  # for a request's line and headers to arrive
-HEAD_BYTES = 64 * 1024
+# Of a request's line, headers and trailers. All of it is held before anyone knows whose request it is.
+HEAD_BYTES = 32 * 1024
+MAX_HEADERS = 100
+MAX_PIPELINED = 16  # requests that wait for the answer to the one before them
 WRITE_STALL_S = 60.0  # for a client to read at least a part of its answer
 KEEP_ALIVE_S = 75
+_HEAD_TOO_LARGE = "The head of the request is too large"
 LINK = "forkd.link"  # the key in the ASGI scope
 
 
@@ -48,9 +54,11 @@ class Joining:
 class Link:
     """The connection of a request, as far as the application may know and change it."""
 
-    def __init__(self, transport: asyncio.Transport, joining: Joining) -> None:
+    def __init__(self, transport: asyncio.Transport, joining: Joining, on_let_in: Callable[[], None]) -> None:
         self._transport = transport
         self._joining = joining
+        self.let_in = on_let_in  # to be called when a request may be answered
+        self.discard = False  # what still arrives of the body is of no use
         self.eof = False  # the client has closed its side; it may still read
         self.cut = False  # and did so within a body
         sock = transport.get_extra_info("socket")
@@ -66,31 +74,51 @@ class Link:
         self._transport.abort()
 
 
+class TooLarge(Exception):
+    """What a client sent goes beyond a bound. The parser stops at an exception of a callback."""
+
+
 class Connection(HttpToolsProtocol):
     link: Link
+    cap: ConnectionCap | None = None
+    opening: asyncio.Task[None] | None = None  # until it is opened
+    opened = False
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _in_head = True
     _head_bytes = 0
+    _unseen_bytes = 0  # received since the parser last had something to report
+    _moved = False
+    _refusal: str | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.opened = True
         joining = Joining(transport)
         self.transport = cast(asyncio.Transport, joining)
-        self.link = Link(transport, joining)
+        self.link = Link(transport, joining, self._on_let_in)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         _cancel(self._head_timer)
         _cancel(self._write_timer)
+        if self.cap is not None:
+            self.cap.leave(self)
         super().connection_lost(exc)
 
+    def evict(self) -> None:
+        """Another one needs the room."""
+        if self.opened:
+            self.transport.abort()
+        elif self.opening is not None:
+            self.opening.cancel()
+
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            self._head_bytes += len(data)
+        self._moved = False
         super().data_received(data)
-        if self._in_head and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("The head of the request is too large")
+        self._unseen_bytes = 0 if self._moved else self._unseen_bytes + len(data)
+        if self._unseen_bytes > HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(_HEAD_TOO_LARGE)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """The client has closed its writing side. A request under way still gets its answer, or an error."""
@@ -104,7 +132,29 @@ class Connection(HttpToolsProtocol):
         cycle.message_event.set()
         return True
 
+    def _on_let_in(self) -> None:
+        if self.cap is not None:
+            self.cap.let_in(self)
+
     # Parser callbacks
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._moved = True
+        self._count_head(len(name) + len(value))
+        if not self._in_head:
+            return  # a trailer: nothing here reads one
+        if len(self.headers) >= MAX_HEADERS:
+            self._refuse(f"The request has more than {MAX_HEADERS} headers")
+        super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._moved = True
+        if not self.link.discard:
+            super().on_body(body)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -116,15 +166,21 @@ class Connection(HttpToolsProtocol):
         _cancel(self._head_timer)
         self._head_timer = None
         self._in_head = False
+        self._moved = True
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._refuse("Too many requests were sent before their answers were read")
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._in_head = True
         self._head_bytes = 0
+        self._moved = True
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.cap is not None and not self.pipeline:
+            self.cap.rest(self)
         if self.transport.get_write_buffer_size():
             self._watch_writes()
 
@@ -138,7 +194,20 @@ class Connection(HttpToolsProtocol):
         super().timeout_keep_alive_handler()
         self._watch_writes()
 
+    def _count_head(self, more_bytes: int) -> None:
+        self._head_bytes += more_bytes
+        if self._head_bytes > HEAD_BYTES:
+            self._refuse(_HEAD_TOO_LARGE)
+
+    def _refuse(self, why: str) -> NoReturn:
+        self._refusal = why
+        raise TooLarge(why)
+
     def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.abort()  # within another answer it could not be told from that
+            return
+        msg = self._refusal or msg
         error = InvalidInput(msg.rstrip("."), hint="This port speaks HTTP/1.1; see docs/reference/rest.md")
         body = json.dumps(error_body(error)).encode()
         head = (
@@ -155,7 +224,7 @@ class Connection(HttpToolsProtocol):
     def _on_head_overdue(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()  # the next request is late, and the answer to this one is under way
-        elif self._head_bytes:
+        elif self._head_bytes or self._unseen_bytes:
             self.send_400_response(f"The head of the request did not arrive within {HEAD_S:g} s")
         else:
             self.transport.close()

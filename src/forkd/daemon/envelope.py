@@ -11,13 +11,13 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forkd.daemon import logs
+from forkd.daemon.audit import AuditEntry
 from forkd.daemon.call import Call, Daemon
 from forkd.daemon.connection import LINK
 from forkd.daemon.errors import CALL, ErrorResponse, Internal, Stopping
 from forkd.errors import ForkdError
 
 LINGER_S = 1.0  # for a client that is still sending to read its answer
-LINGER_BYTES = 4 * 1024 * 1024
 CLIENT_GONE = 499  # in the audit log and the metrics: the client left before its answer
 # Asked by monitors: they do not keep a daemon alive.
 _PASSIVE = ("/healthz", "/readyz", "/metrics")
@@ -74,7 +74,7 @@ class Envelope:
         if self._daemon.audit is None:
             return
         agent = call.headers.get(b"user-agent")
-        entry = logs.AuditEntry(
+        entry = AuditEntry(
             ts=logs.render_time(time.time()),
             request_id=call.id,
             peer=call.link.peer,
@@ -86,7 +86,7 @@ class Envelope:
             sandboxes=[*([call.params["id"]] if "id" in call.params else ()), *call.sandboxes],
             ua=None if agent is None else agent.decode("latin-1"),
         )
-        self._daemon.audit.write(entry)
+        self._daemon.audit.write(entry, allowed=call.allowed)
 
 
 class _Exchange:
@@ -132,11 +132,11 @@ class _Exchange:
 
     async def _drain(self) -> None:
         """A connection closed while the client still sends is reset, and the answer is lost."""
-        left = LINGER_BYTES
+        self._call.link.discard = True
         try:
             async with asyncio.timeout(LINGER_S):
-                while self._unread and left > 0:
-                    left -= len((await self.receive()).get("body", b""))
+                while self._unread:
+                    await self.receive()
         except TimeoutError:
             pass
 

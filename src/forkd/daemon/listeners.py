@@ -12,10 +12,13 @@ import ssl
 import stat
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from forkd.daemon.accept import Acceptor
+from forkd.daemon.cap import ConnectionCap
 from forkd.daemon.connection import KEEP_ALIVE_S, Connection
 from forkd.daemon.settings import Bind
 from forkd.errors import Conflict, HostLacks, InvalidInput
@@ -30,14 +33,26 @@ _STARTED_S = 30.0
 class Server(uvicorn.Server):
     """One of several servers in a process that handles signals itself."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None, cap: ConnectionCap) -> None:
         super().__init__(config)
+        self._tls = tls
+        self._cap = cap
         self.listening = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """Without asyncio's servers; see accept.py."""
+        self.servers = [
+            cast(asyncio.base_events.Server, Acceptor(sock, self._make_connection, self._tls, self._cap))
+            for sock in sockets or ()
+        ]
+        self.started = True
         self.listening.set()
+
+    def _make_connection(self) -> Connection:
+        made = Connection(self.config, self.server_state, {})
+        made.cap = self._cap
+        return made
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -147,7 +162,7 @@ def _check_stale(path: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def served(
-    app: ASGIApp, sock: socket.socket, tls: ssl.SSLContext | None, drain_s: float
+    app: ASGIApp, sock: socket.socket, tls: ssl.SSLContext | None, drain_s: float, cap: ConnectionCap
 ) -> AsyncIterator[Server]:
     """Requests are answered from here on; afterwards those under way are given `drain_s`, then cancelled."""
     config = uvicorn.Config(
@@ -159,12 +174,10 @@ async def served(
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(drain_s)),
-        ssl_context_factory=None if tls is None else lambda _config, _default: tls,
     )
-    server = Server(config)
+    server = Server(config, tls, cap)
     task = server.task = asyncio.create_task(server.serve([sock]), name="listener")
     try:
         async with asyncio.timeout(_STARTED_S):

@@ -15,16 +15,19 @@ from types import FrameType
 
 from starlette.types import ASGIApp
 
+from forkd.daemon.access import TcpAccess
 from forkd.daemon.app import make_app
-from forkd.daemon.call import Daemon
+from forkd.daemon.audit import AuditLog
+from forkd.daemon.call import Activity, Daemon
+from forkd.daemon.cap import ConnectionCap, fit_cap
 from forkd.daemon.listeners import Server, check_exposure, load_tls, open_tcp, opened_unix, render_address, served
-from forkd.daemon.logs import AuditLog, set_up_logs
+from forkd.daemon.logs import set_up_logs
 from forkd.daemon.metrics import Metrics
 from forkd.daemon.settings import Settings
 from forkd.daemon.tokens import Keyring, read_token_file
 from forkd.host.cgroup import LIMITS, find_lack, find_place
 from forkd.host.paths import Home
-from forkd.host.system import allow_open_files
+from forkd.host.system import allow_open_files, most_open_files
 from forkd.image import ImageStore
 from forkd.runtime.doctor import open_engine
 from forkd.runtime.runtime import Runtime, RuntimeOptions
@@ -84,11 +87,12 @@ async def _serve(home: Home, settings: Settings, stop: Stop) -> None:
     templates = TemplatePolicy(settings.templates, settings.template_memory_mib)
     options = RuntimeOptions(settings.on_stop, settings.unenforced_limits, templates)
     async with Runtime.opened(home, engine, options) as runtime:
-        daemon = Daemon(runtime, ImageStore(home), metrics, audit)
         only_loopback = settings.bind is None or settings.bind.loopback
-        app = make_app(daemon, keyring, only_loopback=only_loopback)
+        tcp = TcpAccess(keyring, listens=settings.bind is not None, only_loopback=only_loopback)
+        activity = Activity(settings.idle_exit_secs)
+        daemon = Daemon(runtime, ImageStore(home), metrics, audit, tcp, activity=activity)
         try:
-            await _run(app, daemon, settings, stop)
+            await _run(make_app(daemon), daemon, settings, stop)
         finally:
             if audit is not None:
                 audit.close()
@@ -110,7 +114,8 @@ async def _run(app: ASGIApp, daemon: Daemon, settings: Settings, stop: Stop) -> 
     async with _listening(app, daemon, settings) as servers:
         notify("READY=1")
         log.info("Ready: engine %s, pid %d", daemon.runtime.engine.name, os.getpid())
-        await _until_stopped(daemon, stopping, settings.idle_exit_secs)
+        _warn_of_access(daemon)
+        await _until_stopped(daemon, stopping)
         notify("STOPPING=1")
         log.info("Stopping: %d requests under way", daemon.activity.in_flight)
         daemon.activity.drain()
@@ -124,25 +129,35 @@ async def _run(app: ASGIApp, daemon: Daemon, settings: Settings, stop: Stop) -> 
     stop.on_signal = lambda number: None
 
 
-async def _until_stopped(daemon: Daemon, stopping: asyncio.Event, idle_exit_s: float) -> None:
-    if not idle_exit_s:
-        await stopping.wait()
-        return
-    look_s = min(_IDLE_LOOK_S, idle_exit_s)
-    while not stopping.is_set():
+def _warn_of_access(daemon: Daemon) -> None:
+    if daemon.tcp.state == "open":
+        log.warning(
+            "TCP asks for no token: every user of this machine can run commands in the sandboxes at %s. "
+            "To change that: forkd token create NAME, or start with --bind none",
+            daemon.listeners[-1],
+        )
+    elif daemon.tcp.state == "locked":
+        log.warning("No token is left, so that nobody is let in over TCP. To make one: forkd token create NAME")
+
+
+async def _until_stopped(daemon: Daemon, stopping: asyncio.Event) -> None:
+    activity = daemon.activity
+    while activity.idle_exit_s and not stopping.is_set():
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(look_s):
+            async with asyncio.timeout(min(_IDLE_LOOK_S, activity.idle_exit_s)):
                 await stopping.wait()
-        if not stopping.is_set() and is_idle(daemon, idle_exit_s):
-            log.info("Idle for %g s", idle_exit_s)
+        if not stopping.is_set() and is_idle(daemon):
+            log.info("Idle for %g s", activity.idle_exit_s)
             return
+    await stopping.wait()
 
 
-def is_idle(daemon: Daemon, idle_exit_s: float) -> bool:
+def is_idle(daemon: Daemon) -> bool:
+    activity = daemon.activity
     if daemon.runtime.snapshots.in_flight or any(daemon.runtime.sandboxes.counts().values()):
-        daemon.activity.touch()
+        activity.touch()
         return False
-    return daemon.activity.idle_s() >= idle_exit_s
+    return 0 < activity.idle_exit_s <= activity.idle_s()
 
 
 async def _hurry(hurry: asyncio.Event, servers: list[Server]) -> None:
@@ -169,7 +184,13 @@ async def _listening(app: ASGIApp, daemon: Daemon, settings: Settings) -> AsyncI
             opened.append((listener, tls))
             address = render_address(settings.bind.host, listener.getsockname()[1])
             daemon.listeners.append(f"http{'s' if tls else ''}://{address}")
-        servers = [await stack.enter_async_context(served(app, sock, tls, DRAIN_S)) for sock, tls in opened]
+        most = fit_cap(settings.max_connections, most_open_files())
+        if most < settings.max_connections:
+            log.info("max_connections is %d here: for more, this process would have to open more files", most)
+        servers = [
+            await stack.enter_async_context(served(app, sock, tls, DRAIN_S, ConnectionCap(most)))
+            for sock, tls in opened
+        ]
         for place in daemon.listeners:
             print(f"Listening on {place}", flush=True)
         yield servers

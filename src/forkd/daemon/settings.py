@@ -88,10 +88,10 @@ def _parse_seconds(text: str) -> float:
     raise ValueError("must be a number of seconds from 0 (never) to a year")
 
 
-def _number(most: int, default: int, help: str, metavar: str) -> Option:
+def _number(most: int, default: int, help: str, metavar: str, *, least: int = 0) -> Option:
     def parse(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and len(text) <= len(str(most)) and int(text) <= most):
-            raise ValueError(f"must be a number from 0 to {most}")
+        if not (text.isascii() and text.isdigit() and len(text) <= len(str(most)) and least <= int(text) <= most):
+            raise ValueError(f"must be a number from {least} to {most}")
         return int(text)
 
     return Option(parse, str(default), help, metavar)
@@ -124,6 +124,9 @@ class Settings:
     token_file: Annotated[Path | None, Option(_parse_path, NONE, "a file that holds one bearer token", "PATH")]
     audit_log: Annotated[
         Path | None, Option(_parse_path, lambda home: str(home.root / "audit.log"), "JSON lines, or none", "PATH")
+    ]
+    max_connections: Annotated[
+        int, _number(65536, 1024, "connections that the unix socket and TCP may each have", "N", least=1)
     ]
     log_format: Annotated[Literal["text", "json"], _choice("text", "of the log on stderr", "text", "json")]
     log_level: Annotated[str, _choice("info", "of the log on stderr", "debug", "info", "warning", "error")]

@@ -104,6 +104,12 @@ class Keyring:
         return self._seen is not None or self._file_digest is not None
 
     @property
+    def generation(self) -> object:
+        """Differs when the file was changed."""
+        self._refresh()
+        return self._seen
+
+    @property
     def has_any(self) -> bool:
         """Whether any token would be accepted."""
         self._refresh()

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import resource
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +147,12 @@ def allow_open_files() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError):  # under a unit's filter, which sets the limit itself
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def most_open_files() -> int:
+    """That this process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def probe_open_files() -> Finding:

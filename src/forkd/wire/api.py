@@ -133,6 +133,10 @@ class PingResponse(TypedDict):
     warmup_ready: bool
 
 
+# Who is let in over TCP: there is none; everyone on this machine; holders of a token; nobody, as no token is left.
+TcpState = Literal["off", "open", "token", "locked"]
+
+
 class VersionResponse(TypedDict):
     version: str
     api: str
@@ -140,6 +144,8 @@ class VersionResponse(TypedDict):
     isolation: str
     pid: int
     listeners: list[str]
+    tcp_access: TcpState
+    idle_exit_secs: float  # 0: it stays
 
 
 class ProcessInfo(TypedDict):

@@ -42,7 +42,8 @@ async def answer_readiness(call: Call) -> Readiness:
 
 @route("GET", "/version")
 async def answer_version(call: Call) -> VersionResponse:
-    """`version`, `api` (`v1`); **+** `engine`, `isolation`, `pid`, `listeners` (URLs)."""
+    """`version`, `api` (`v1`); **+** `engine`, `isolation`, `pid`, `listeners` (URLs), `tcp_access` (`off`, `open`:
+    no token is needed, `token`, `locked`: no token is left), `idle_exit_secs` (0: it stays)."""
     engine = call.runtime.engine
     return {
         "version": __version__,
@@ -51,7 +52,15 @@ async def answer_version(call: Call) -> VersionResponse:
         "isolation": engine.isolation,
         "pid": os.getpid(),
         "listeners": call.daemon.listeners,
+        "tcp_access": call.daemon.tcp.state,
+        "idle_exit_secs": call.daemon.activity.idle_exit_s,
     }
+
+
+@route("POST", "/v1/stay", plus=True)
+async def stay(call: Call) -> None:
+    """The daemon does not end when it is idle any more, until it is started again."""
+    call.daemon.activity.idle_exit_s = 0.0
 
 
 @route("GET", "/metrics", gives=Raw(metrics.CONTENT_TYPE, "Prometheus"))
