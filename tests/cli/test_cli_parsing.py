@@ -8,7 +8,7 @@ import pytest
 
 from forkd.cli import exec as exec_command
 from forkd.cli.arguments import parse_environment, parse_pairs, render_pairs
-from forkd.cli.background import read_tail, render_command, render_environment
+from forkd.cli.background import NO_TCP, read_tail, render_command, render_environment
 from forkd.cli.bench import find_checkout, render_options
 from forkd.cli.connect import Address, find_address
 from forkd.cli.cp import Remote, check_name, last_name, parse_place
@@ -159,9 +159,20 @@ def test_the_daemon_is_looked_for_in_one_order(environ: dict[str, str], expected
 
 
 def test_a_daemon_in_the_background_listens_where_it_will_be_looked_for() -> None:
-    command = render_command(Address("unix:///r/forkd.sock", True, Path("/r/forkd.sock")), 300)
+    address = Address("unix:///r/forkd.sock", True, Path("/r/forkd.sock"))
+    command = render_command(address, 300, None)
     assert command[1:] == ["-m", "forkd.cli.main", "serve", "--idle-exit-secs", "300", "--socket", "/r/forkd.sock"]
-    assert "--socket" not in render_command(Address("http://127.0.0.1:1", own=True), 0)
+    assert render_command(address, 300, "127.0.0.1:7") == [*command, "--bind", "127.0.0.1:7"]
+    assert render_command(address, 300, NO_TCP) == [
+        *command,
+        "--bind",
+        "none",
+        "--tls-cert",
+        "none",
+        "--tls-key",
+        "none",
+    ]
+    assert render_command(Address("http://127.0.0.1:1", own=True), 300, NO_TCP) == command[:-2]
 
 
 def test_a_daemon_in_the_background_gets_paths_that_hold_anywhere(

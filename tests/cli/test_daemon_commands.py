@@ -32,7 +32,8 @@ def test_a_daemon_is_started_when_one_is_needed_and_that_is_said_once(alone: Cli
     assert alone("ls", "--json").stderr == ""
     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
     assert words[words.index("serve") :][:3] == ["serve", "--idle-exit-secs", "300"]
-    assert "ends when idle" in alone.ask("up").stdout
+    assert alone.json("status")["idle_exit_secs"] == 300
+    assert "ends after 300 s without sandboxes" in alone.ask("status").stdout
     check_detached(alone, int(pid))
 
 
@@ -68,10 +69,55 @@ def test_up_starts_one_that_stays_and_says_when_there_is_one(alone: Cli) -> None
     again = alone.ask("up")
     assert again.returncode == 0
     assert f"A daemon runs already (pid {facts['pid']})" in again.stdout
-    assert "ends when idle" not in again.stdout
     # Its log had grown, and was set aside.
     assert log.stat().st_size < 10_000
     assert (alone.home / "daemon.log.1").stat().st_size == 2 << 20
+
+
+def test_up_makes_a_daemon_stay_that_was_to_end_when_idle(alone: Cli) -> None:
+    assert alone("ls").returncode == 0
+    pid = alone.pid()
+    done = alone.ask("up")
+    assert done.stdout.startswith(f"A daemon runs already (pid {pid})") and ", and stays;" in done.stdout
+    assert (alone.pid(), alone.json("status")["idle_exit_secs"]) == (pid, 0)
+    assert "ends after" not in alone.ask("status").stdout
+
+
+def test_only_who_asks_for_tcp_gets_it_and_a_taken_port_is_no_obstacle(alone: Cli) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        (alone.home / "forkd.toml").write_text(f'bind = "{place}"\ntls_cert = "/absent"\ntls_key = "/absent"\n')
+        assert alone("ls", FORKD_BIND=place).returncode == 0, "started on demand, it has a unix socket only"
+        facts = alone.json("status")
+        assert (facts["tcp_access"], facts["listeners"]) == ("off", [f"unix://{alone.runtime}/forkd.sock"])
+        check(alone.ask("up", "--bind", place), 4, f"does not listen on {place}", "forkd down --keep")
+        assert alone.ask("down").returncode == 0
+        (alone.home / "forkd.toml").unlink()
+        check(alone("up", FORKD_BIND=place), 5, "exited with 4")
+        assert alone("up", FORKD_BIND="").returncode == 0, "nobody named a port"
+        assert alone.json("status")["tcp_access"] == "off"
+        assert alone.ask("down").returncode == 0
+    done = alone("up", "--bind", "127.0.0.1:0", FORKD_BIND="")
+    assert "asks for no token" in done.stderr and "forkd token create" in done.stderr
+    assert "NO TOKEN is needed" in alone.ask("status").stdout
+    assert alone.json("status")["tcp_access"] == "open"
+
+
+def test_after_the_last_token_is_revoked_everything_says_how_to_get_in_again(alone: Cli) -> None:
+    assert alone("up", FORKD_BIND="127.0.0.1:0").returncode == 0
+    [_, url] = alone.json("status")["listeners"]
+    assert alone.ask("ls", "--url", url).returncode == 0
+    assert alone("token", "create", "a").returncode == 0
+    assert alone.json("status")["tcp_access"] == "token"
+    said = alone("token", "revoke", "a").stderr
+    assert "lets nobody in over TCP" in said and "forkd token create NAME" in said
+    assert f"remove {alone.home}/tokens.json" in said
+    assert "nobody is let in" in alone.ask("status").stdout
+    check(alone.ask("ls", "--url", url), 16, "No token is left", "forkd token create")
+    token = alone("token", "create", "b").stdout.strip()
+    assert alone.ask("ls", "--url", url, "--token", token).returncode == 0
+    (alone.home / "tokens.json").unlink()
+    assert alone.ask("ls", "--url", url).returncode == 0
 
 
 def test_status_shows_the_daemon_and_never_starts_one(alone: Cli) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from forkd.client import Controller
 
 LOG_NAME = "daemon.log"
+# Nobody asked for TCP, where other users of this machine come in as well, unless there are tokens.
+NO_TCP = "none"
 # On a busy machine it takes seconds to recover many sandboxes and to prove that KVM works.
 START_DEADLINE_S = 60.0
 # The daemon drains its requests for up to 30 s.
@@ -45,14 +47,17 @@ class Started:
     own: bool  # False: another daemon, started at the same time, was first
 
 
-def start_daemon(controller: Controller, address: Address, *, idle_exit_s: int) -> Started:
-    """Returns when a daemon at this address is ready: this one, or one that was started at the same time."""
+def start_daemon(controller: Controller, address: Address, *, idle_exit_s: int, bind: str | None = NO_TCP) -> Started:
+    """Returns when a daemon at this address is ready: this one, or one that was started at the same time.
+
+    `bind` is where it listens on TCP; None: as its settings say.
+    """
     home = find_home()
     log = home.root / LOG_NAME
     try:
         home.root.mkdir(parents=True, exist_ok=True)
         begun_at = _rotate(log)
-        process = _spawn(render_command(address, idle_exit_s), render_environment(os.environ, home), log)
+        process = _spawn(render_command(address, idle_exit_s, bind), render_environment(os.environ, home), log)
     except OSError as error:
         raise HostLacks(
             f"{log} cannot be written: {error.strerror}", hint="Set FORKD_HOME to a directory that you can write to"
@@ -88,10 +93,16 @@ def is_owned(home: Home) -> bool:
     return False
 
 
-def render_command(address: Address, idle_exit_s: int) -> list[str]:
+def render_command(address: Address, idle_exit_s: int, bind: str | None) -> list[str]:
     """`serve`, listening where we will look for it, whatever its settings file says."""
     command = [sys.executable, "-m", "forkd.cli.main", "serve", "--idle-exit-secs", str(idle_exit_s)]
-    return command if address.socket is None else [*command, "--socket", str(address.socket)]
+    if address.socket is None:
+        return command  # the user has no unix socket: TCP is where we look
+    command += ["--socket", str(address.socket)]
+    if bind == NO_TCP:
+        # A certificate without TCP is a mistake in settings, but not here.
+        return [*command, "--bind", NO_TCP, "--tls-cert", NO_TCP, "--tls-key", NO_TCP]
+    return command if bind is None else [*command, "--bind", bind]
 
 
 def render_environment(environ: Mapping[str, str], home: Home) -> dict[str, str]:

@@ -6,7 +6,7 @@ import argparse
 import os
 import time
 from collections import Counter
-from pathlib import Path
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from forkd.cli.arguments import add_daemon_options, add_json
@@ -14,7 +14,7 @@ from forkd.cli.connect import Address, find_address, find_running, open_controll
 from forkd.cli.output import note, print_facts, print_json, render_size, show
 from forkd.cli.sandboxes import kill_all
 from forkd.errors import Conflict, InvalidInput, Unreachable
-from forkd.wire.api import TemplateInfo
+from forkd.wire.api import TcpState, TemplateInfo
 
 if TYPE_CHECKING:
     from forkd.client import Controller
@@ -23,6 +23,11 @@ _STATES = ("running", "paused", "starting", "stopping", "dead")
 # For sandboxes that were just being forked.
 _EMPTY_DEADLINE_S = 60.0
 _POLL_S = 0.05
+_TCP: Mapping[TcpState, str] = {
+    "open": "NO TOKEN is needed: every user of this machine can use it; to change that: forkd token create NAME",
+    "token": "a token is needed",
+    "locked": "nobody is let in, as no token is left; to make one: forkd token create NAME",
+}
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +53,11 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def add_up(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Start the daemon in the background, where it stays; one that runs already stays as well. "
+        "It listens on TCP only with --bind, FORKD_BIND, or bind in the settings file."
+    )
+    parser.add_argument("--bind", metavar="ADDRESS:PORT", help="listen on this TCP address too")
     add_json(parser, "print one JSON object")
 
 
@@ -56,20 +66,52 @@ def run_up(args: argparse.Namespace) -> int:
 
     address = _own_address("up")
     with open_controller(address) as controller:
-        if controller.ready():
-            pid, started = controller.version()["pid"], False
-        else:
-            done = start_daemon(controller, address, idle_exit_s=0)
-            pid, started = done.pid, done.own
+        started = (
+            None
+            if controller.ready()
+            else start_daemon(controller, address, idle_exit_s=0, bind=args.bind or _find_bind())
+        )
+        if started is None or not started.own:
+            controller.stay()
+        facts = controller.version()
+    if started is None and args.bind and not _listens_on(args.bind, facts["listeners"]):
+        raise Conflict(
+            f"A daemon runs already (pid {facts['pid']}), and does not listen on {args.bind}",
+            hint="End it and keep its sandboxes with: forkd down --keep. Then: forkd up --bind " + args.bind,
+        )
+    pid, own = facts["pid"], started is not None and started.own
     if args.json:
-        print_json({"pid": pid, "started": started, "url": address.url})
-    elif started:
+        print_json({"pid": pid, "started": own, "url": address.url})
+    elif own:
         print(f"The daemon runs (pid {pid}) at {address.url}; to stop it: forkd down")
-    elif _ends_when_idle(pid):
-        print(f"A daemon runs already (pid {pid}), and ends when idle; for one that stays: forkd down --keep, forkd up")
     else:
-        print(f"A daemon runs already (pid {pid}) at {address.url}")
+        print(f"A daemon runs already (pid {pid}) at {address.url}, and stays; to stop it: forkd down")
+    if not args.json:
+        _warn_of_access(facts["tcp_access"], facts["listeners"])
     return 0
+
+
+def _find_bind() -> str | None:
+    """None: the settings say where to listen on TCP. If they do not, there is none."""
+    from forkd.cli.background import NO_TCP
+    from forkd.daemon.settings import find_config, read_config
+    from forkd.host.paths import find_home
+
+    path, required = find_config({}, os.environ, find_home())
+    said = os.environ.get("FORKD_BIND") or "bind" in read_config(path, required=required)
+    return None if said else NO_TCP
+
+
+def _listens_on(bind: str, listeners: list[str]) -> bool:
+    return any(place.partition("://")[2] == bind for place in listeners)
+
+
+def _warn_of_access(tcp_access: TcpState, listeners: list[str]) -> None:
+    if tcp_access == "open":
+        note(
+            f"warning: Every user of this machine can use the daemon at {listeners[-1]}, which asks for no token\n"
+            "hint: Make a token with: forkd token create NAME"
+        )
 
 
 def add_down(parser: argparse.ArgumentParser) -> None:
@@ -137,16 +179,24 @@ def _print_status(facts: dict[str, Any]) -> None:
     templates: list[TemplateInfo] = facts["templates"]
     held = render_size(sum(info["memory_bytes"] for info in templates))
     shown = {
-        "daemon": f"pid {facts['pid']}, version {facts['version']}" + ("" if facts["ready"] else ", recovering"),
+        "daemon": _render_daemon(facts),
         "engine": facts["engine"],
         "isolation": facts["isolation"],
         "listens on": ", ".join(facts["listeners"]),
+        **({"TCP": said} if (said := _TCP.get(facts.get("tcp_access", "off"))) else {}),
         "sandboxes": ", ".join(counts) or "none",
         "snapshots": str(facts["snapshots"] or "none"),
         "workspaces": str(facts["workspaces"] or "none"),
         "templates": f"{len(templates)}, {held}" if templates else "none",
     }
     print_facts(shown)
+
+
+def _render_daemon(facts: dict[str, Any]) -> str:
+    said = f"pid {facts['pid']}, version {facts['version']}"
+    if facts.get("idle_exit_secs"):  # an older daemon does not say
+        said += f", ends after {facts['idle_exit_secs']:g} s without sandboxes"
+    return said if facts["ready"] else f"{said}, recovering"
 
 
 def _kill_all(controller: Controller) -> int:
@@ -172,14 +222,6 @@ def _own_address(command: str) -> Address:
             hint=f"Unset FORKD_URL for forkd {command}",
         )
     return address
-
-
-def _ends_when_idle(pid: int) -> bool:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return b"--idle-exit-secs" in words and words[words.index(b"--idle-exit-secs") + 1] != b"0"
 
 
 def _count(number: int, one: str, more: str) -> str:

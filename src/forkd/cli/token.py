@@ -42,7 +42,9 @@ def run_ls(args: argparse.Namespace) -> int:
 def run_revoke(args: argparse.Namespace) -> int:
     left = _store().revoke(args.name)
     if left == 0 and not args.json:
-        note("No token is left: the daemon now refuses every TCP client. The unix socket needs no token.")
+        note("No token is left: the daemon lets nobody in over TCP. The unix socket needs no token.")
+        note("hint: To let clients in again, at once: forkd token create NAME")
+        note(f"hint: To need no token on 127.0.0.1 any more, remove {find_home().tokens}")
     return show(args, {"name": args.name, "revoked": True, "left": left})
 
 

@@ -78,6 +78,10 @@ class AsyncController:
     async def version(self) -> api.VersionResponse:
         return await self._send(Call(api.VersionResponse, "GET", ("version",), again=Again.SAFE))
 
+    async def stay(self) -> None:
+        """The daemon does not end when it is idle any more, until it is started again."""
+        await self._send(post(NoneType, "stay", again=Again.SAFE))
+
     async def healthy(self) -> bool:
         """Whether a daemon answers. One attempt, no error."""
         return await self._probe("healthz")

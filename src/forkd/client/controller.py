@@ -79,6 +79,10 @@ class Controller:
     def version(self) -> api.VersionResponse:
         return self._send(Call(api.VersionResponse, "GET", ("version",), again=Again.SAFE))
 
+    def stay(self) -> None:
+        """The daemon does not end when it is idle any more, until it is started again."""
+        self._send(post(NoneType, "stay", again=Again.SAFE))
+
     def healthy(self) -> bool:
         """Whether a daemon answers. One attempt, no error."""
         return self._probe("healthz")
