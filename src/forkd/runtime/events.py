@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from forkd.runtime.registry import EventRecord as EventRecord
@@ -18,7 +18,7 @@ _PAGE = 500
 class EventLog:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._news = asyncio.Event()
+        self._waiting: dict[asyncio.Event, str | None] = {}  # followers, each with the type it wants
 
     def emit(
         self,
@@ -34,8 +34,9 @@ class EventLog:
         )
         if number % _FORGET_EVERY == 0:
             self._registry.forget_events_through(number - KEPT)
-        self._news.set()
-        self._news = asyncio.Event()
+        for news, wanted in self._waiting.items():
+            if wanted in (None, type):
+                news.set()
 
     def list(
         self, *, since: int = 0, type: str | None = None, sandbox_id: str | None = None, limit: int = 1000
@@ -44,14 +45,25 @@ class EventLog:
 
     async def follow(
         self, *, since: int | None = None, type: str | None = None, sandbox_id: str | None = None
-    ) -> AsyncIterator[EventRecord]:
-        """Those after `since`, or from now on. A slow follower reads later: nothing is queued for it."""
+    ) -> AsyncGenerator[EventRecord, None]:
+        """Those after `since`, or from now on. A slow follower reads later: nothing is queued for it.
+
+        What a filter left out is not looked at again: with each event a follower looks at what is new since the last
+        one, and only if it is of the type it wants.
+        """
         cursor = self._registry.last_event_id() if since is None else since
-        while True:
-            news = self._news
-            page = self.list(since=cursor, type=type, sandbox_id=sandbox_id, limit=_PAGE)
-            for event in page:
-                cursor = event.id
-                yield event
-            if not page:
-                await news.wait()
+        news = asyncio.Event()
+        self._waiting[news] = type
+        try:
+            while True:
+                news.clear()
+                latest = self._registry.last_event_id()
+                page = self.list(since=cursor, type=type, sandbox_id=sandbox_id, limit=_PAGE)
+                for event in page:
+                    cursor = event.id
+                    yield event
+                if len(page) < _PAGE:
+                    cursor = max(cursor, latest)
+                    await news.wait()
+        finally:
+            del self._waiting[news]

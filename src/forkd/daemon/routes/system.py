@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import aclosing
 from typing import Annotated, Any
 
 from starlette.responses import Response
@@ -113,8 +114,9 @@ def parse_event_id(text: str) -> int:
 
 
 async def _follow(log: EventLog, what: Mapping[str, Any]) -> Pieces:
-    async for record in log.follow(**what):
-        yield render_event(record.type, render_event_record(record), record.id)
+    async with aclosing(log.follow(**what)) as records:
+        async for record in records:
+            yield render_event(record.type, render_event_record(record), record.id)
 
 
 def _look(seen: metrics.Metrics, daemon: Daemon) -> None:
