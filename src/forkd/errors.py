@@ -15,8 +15,9 @@ from __future__ import annotations
 class ForkdError(Exception):
     """`code` is stable and goes over the wire, `exit_code` is what the command line returns.
 
-    `hint` says what to do next; `details` are more lines for people, such as the end of a console. An error that a
-    client raises also has `status`, `body` and `url` of the answer it came with.
+    `hint` says what to do next, and is shown below the message in a traceback; `details` are more lines for people,
+    such as the end of a console. An error that a client raises also has `status`, `body` and `url` of the answer it
+    came with.
     """
 
     code = "internal"
@@ -32,11 +33,24 @@ class ForkdError(Exception):
     def __init__(self, message: str, *, hint: str | None = None, details: str | None = None) -> None:
         super().__init__(message)
         self.message = message
+        self._hint: str | None = None
         self.hint = hint
         self.details = details
         self.status: int | None = None
         self.body: object = None
         self.url: str | None = None
+
+    @property
+    def hint(self) -> str | None:
+        return self._hint
+
+    @hint.setter
+    def hint(self, hint: str | None) -> None:
+        if self._hint is not None:
+            self.__notes__.remove(f"Hint: {self._hint}")
+        self._hint = hint
+        if hint is not None:
+            self.add_note(f"Hint: {hint}")
 
 
 class InvalidInput(ForkdError, code="invalid_input", exit_code=2):
@@ -64,7 +78,9 @@ class Unsupported(ForkdError, code="unsupported", exit_code=17):
 
 
 class Unreachable(ForkdError, code="unreachable", exit_code=18):
-    """No daemon answers, or the connection broke: the outcome of the call is unknown."""
+    """No daemon answers, or the connection broke. `sent` is False when nothing of the call can have arrived."""
+
+    sent = True
 
 
 class HostLacks(ForkdError, code="host_lacks", exit_code=5):
