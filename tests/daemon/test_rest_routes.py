@@ -314,6 +314,23 @@ def test_the_same_idempotency_key_gives_the_same_sandboxes(client: Client, spawn
     assert client.delete(f"/v1/sandboxes/{first.body[0]['id']}").status == 204
 
 
+def test_a_spawn_is_cancelled_by_its_idempotency_key(client: Client) -> None:
+    key = {"Idempotency-Key": "k/2 ?"}
+    made = client.post("/v1/sandboxes", {"snapshot_tag": "base", "n": 2}, headers=key).body
+    cancelled = client.delete("/v1/spawns", headers=key)
+    assert cancelled.status == 200 and sorted(cancelled.body["removed"]) == sorted(info["id"] for info in made)
+    assert client.get(f"/v1/sandboxes/{made[0]['id']}").status == 404
+    assert client.delete("/v1/spawns", headers=key).body == {"removed": []}
+    late = {"Idempotency-Key": "on its way"}
+    assert client.delete("/v1/spawns", headers=late).body == {"removed": []}
+    for cancelled_key in (key, late):
+        answer = client.post("/v1/sandboxes", {"snapshot_tag": "base", "n": 2}, headers=cancelled_key)
+        assert answer.error == (409, "conflict") and "cancelled" in answer.body["error"]
+    assert client.delete("/v1/spawns", headers={"Idempotency-Key": "x" * 201}).status == 400
+    missing = client.delete("/v1/spawns")
+    assert missing.status == 400 and "header" in missing.body["hint"]
+
+
 def test_a_paused_sandbox_is_not_running_and_goes_on_afterwards(client: Client, spawn: Spawn) -> None:
     path = spawn()
     assert client.post(f"{path}/eval", {"code": "mark = 7"}).status == 200

@@ -351,3 +351,38 @@ async def test_sandboxes_outlive_their_daemon_and_the_next_one_adopts_them(fake_
     for leader in leaders.values():  # the first runtime was us, and let go of children that were ours
         with contextlib.suppress(ChildProcessError):
             os.waitpid(leader.pid, 0)
+
+
+async def test_a_cancelled_spawn_leaves_nothing_however_far_it_was(fake_home: Home) -> None:
+    engine = HeldEngine()
+    async with opened(fake_home, engine) as runtime:
+        done, under_way, never = (IdempotencyKey(name, "me", "digest") for name in ("done", "under way", "never"))
+        made = await runtime.spawn(SandboxSpec(TAG, n=2), key=done)
+        engine.hold()
+        spawning = asyncio.create_task(runtime.spawn(SandboxSpec(TAG, n=2), key=under_way))
+        await engine.held(2)
+        cancelling = asyncio.create_task(runtime.cancel_spawn("me", under_way.key))
+        await asyncio.sleep(0)
+        cancelling.cancel()  # whoever asked need not wait
+        engine.let_go()
+        await spawning
+        assert await runtime.cancel_spawn("other", done.key) == []
+        assert sorted(await runtime.cancel_spawn("me", done.key)) == sorted(record.id for record in made.records)
+        for key in (under_way, never):
+            await runtime.cancel_spawn("me", key.key)
+        assert runtime.sandboxes.find(SandboxQuery())[0] == []
+        for key in (done, under_way, never):  # their requests come late
+            with pytest.raises(Conflict, match="cancelled"):
+                await runtime.spawn(SandboxSpec(TAG), key=key)
+        assert runtime.sandboxes.find(SandboxQuery())[0] == []
+
+
+async def test_a_life_can_be_extended_and_is_not_made_shorter_by_that(runtime: Runtime) -> None:
+    (record,) = (await runtime.spawn(SandboxSpec(TAG, timeout_s=500))).records
+    sandboxes = runtime.sandboxes
+    assert sandboxes.set_timeout(record.id, 50, extend=True).deadline_unix == record.deadline_unix
+    later = sandboxes.set_timeout(record.id, 5000, extend=True).deadline_unix
+    assert later is not None and record.deadline_unix is not None and later > record.deadline_unix
+    assert sandboxes.set_timeout(record.id, None, extend=True).deadline_unix is None
+    assert sandboxes.set_timeout(record.id, 50, extend=True).deadline_unix is None
+    assert sandboxes.set_timeout(record.id, 50).deadline_unix is not None

@@ -185,6 +185,7 @@ class BranchBody(Body):
 class TimeoutBody(Body):
     timeout_secs: Deadline | None
     on_timeout: Literal["kill", "pause"] | None = None
+    extend: bool = False
 
 
 class SignalBody(Body):

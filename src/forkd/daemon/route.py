@@ -93,7 +93,8 @@ class Param:
         given = self._find(call, query)
         if given is None:
             if self.required:
-                raise InvalidInput(f"The parameter {self.key} is missing", hint=f"Add ?{self.key}= to the URL")
+                hint = f"Send the header {self.key}" if self.place == "header" else f"Add ?{self.key}= to the URL"
+                raise InvalidInput(f"The parameter {self.key} is missing", hint=hint)
             return self.default
         try:
             return self.adapter.validate_python(given)

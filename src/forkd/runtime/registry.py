@@ -274,6 +274,11 @@ class Registry(Database):
         check_same_request(row["digest"], key)
         return tuple(json.loads(row["ids"]))
 
+    def list_spawned(self, owner: str, key: str) -> tuple[str, ...]:
+        """The ids made under that key, for whatever request it was."""
+        row = self._db.execute("SELECT ids FROM spawns WHERE owner = ? AND key = ?", (owner, key)).fetchone()
+        return () if row is None else tuple(json.loads(row["ids"]))
+
     def forget_spawn(self, key: IdempotencyKey) -> None:
         self.write("DELETE FROM spawns WHERE owner = ? AND key = ?", (key.owner, key.key))
 

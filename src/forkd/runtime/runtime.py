@@ -56,7 +56,8 @@ class Runtime:
         self.templates = Templates(engine, home.vms, options.templates)
         self.snapshots = Snapshots(home, engine, registry, self.events, self.templates)
         drop_limits = options.unenforced_limits == "drop"
-        self.spawn = Spawner(self.sandboxes, self.snapshots, self.templates, drop_limits=drop_limits).spawn
+        spawner = Spawner(self.sandboxes, self.snapshots, self.templates, drop_limits=drop_limits)
+        self.spawn, self.cancel_spawn = spawner.spawn, spawner.cancel
         self.workspaces = Workspaces(registry, self.sandboxes, self.spawn)
         self.upkeep = Upkeep(self.sandboxes)
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -143,17 +143,21 @@ class Sandboxes:
 
     async def kill_all(self) -> int:
         """Running and dead ones; returns how many went."""
+        return len(await self.kill_these(record.id for record in self.registry.list_sandboxes()))
+
+    async def kill_these(self, ids: Iterable[str]) -> list[str]:
+        """Those of them that went."""
         gate = asyncio.Semaphore(_KILLS_AT_ONCE)
 
-        async def kill(record: SandboxRecord) -> int:
+        async def kill(sandbox_id: str) -> str | None:
             async with gate:
                 try:
-                    await self.kill(record.id)
+                    await self.kill(sandbox_id)
                 except (NotFound, Conflict):  # it went by itself, or is starting or stopping
-                    return 0
-            return 1
+                    return None
+            return sandbox_id
 
-        return sum(await asyncio.gather(*map(kill, self.registry.list_sandboxes())))
+        return [went for went in await asyncio.gather(*map(kill, ids)) if went is not None]
 
     async def _kill(self, sandbox_id: str, why: str) -> None:
         record = self.get(sandbox_id)
@@ -194,14 +198,22 @@ class Sandboxes:
         self.ended.add(sandbox_id, name, why)
 
     def set_timeout(
-        self, sandbox_id: str, timeout_s: float | None, on_timeout: OnTimeout | None = None
+        self,
+        sandbox_id: str,
+        timeout_s: float | None,
+        on_timeout: OnTimeout | None = None,
+        *,
+        extend: bool = False,
     ) -> SandboxRecord:
+        """`extend`: a deadline that is later already stays, and so does having none."""
         check_timeout(timeout_s)
         live = self._held(sandbox_id)
         if live.state not in (State.RUNNING, State.PAUSED):
             raise _not_running(self.get(sandbox_id))
+        later = timeout_s is None or (live.deadline_s is not None and live.deadline_s < steady_s() + timeout_s)
         with self.registry.transaction():
-            self.set_deadline(live, timeout_s)
+            if later or not extend:
+                self.set_deadline(live, timeout_s)
             if on_timeout is not None:
                 self.registry.change(live.id, on_timeout=on_timeout)
         return self.get(live.id)

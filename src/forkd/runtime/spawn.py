@@ -25,6 +25,9 @@ from forkd.runtime.sandboxes import Sandboxes
 from forkd.runtime.snapshots import Snapshots
 from forkd.runtime.templates import Templates
 
+# Far more than can be on their way at one moment.
+_CANCELLED_KEPT = 10_000
+
 
 @dataclass(frozen=True)
 class Spawned:
@@ -55,6 +58,7 @@ class Spawner:
         self._drop_limits = drop_limits
         self._starting = 0
         self._gate = asyncio.Semaphore(starts_at_once(look()))
+        self._cancelled: dict[tuple[str, str], None] = {}  # the newest last
         self._under_way: dict[tuple[str, str], tuple[str, asyncio.Future[Spawned]]] = {}
 
     async def spawn(self, spec: SandboxSpec, key: IdempotencyKey | None = None) -> Spawned:
@@ -63,6 +67,8 @@ class Spawner:
         if key is None:
             return await self._sandboxes.finished(self._spawn(spec, None))
         slot = (key.owner, key.key)
+        if slot in self._cancelled:
+            raise Conflict("The spawn of this idempotency key was cancelled", hint="Use a new key to spawn more")
         if slot in self._under_way:
             digest, outcome = self._under_way[slot]
             check_same_request(digest, key)
@@ -73,6 +79,21 @@ class Spawner:
         self._under_way[slot] = (key.digest, outcome)
         outcome.add_done_callback(lambda _: self._under_way.pop(slot, None))
         return await asyncio.shield(outcome)
+
+    async def cancel(self, owner: str, key: str) -> list[str]:
+        """Remove what this key made, and refuse it from now on: its request may still be on its way to us.
+
+        Returns the ids that were removed. Goes on to the end even if the caller stops waiting.
+        """
+        return await self._sandboxes.finished(self._cancel((owner, key)))
+
+    async def _cancel(self, slot: tuple[str, str]) -> list[str]:
+        self._cancelled[slot] = None
+        if len(self._cancelled) > _CANCELLED_KEPT:
+            del self._cancelled[next(iter(self._cancelled))]
+        if slot in self._under_way:
+            await asyncio.wait([self._under_way[slot][1]])
+        return await self._sandboxes.kill_these(self._sandboxes.registry.list_spawned(*slot))
 
     def _made_before(self, ids: tuple[str, ...]) -> Spawned:
         records = []

@@ -48,6 +48,10 @@ class SandboxInfo(TypedDict):
     phases_ms: NotRequired[dict[str, float]]
 
 
+class SpawnCancelled(TypedDict):
+    removed: list[str]  # ids
+
+
 class SnapshotInfo(TypedDict):
     tag: str
     dir: str

@@ -36,7 +36,7 @@ from forkd.model.names import parse_tag
 from forkd.model.sandbox import OnTimeout, SandboxSpec, State, check_pairs
 from forkd.runtime.registry import IdempotencyKey, SandboxQuery
 from forkd.runtime.workspaces import WorkspaceRecord
-from forkd.wire.api import SandboxInfo, WorkspaceInfo
+from forkd.wire.api import SandboxInfo, SpawnCancelled, WorkspaceInfo
 
 _MAX_KEY = 200
 _KEY = re.compile(r"[\x20-\x7e]{1,200}")
@@ -97,6 +97,16 @@ async def spawn_sandboxes(
     return Answer(render_spawned(spawned, phases=phases), headers=headers)
 
 
+@route("DELETE", "/v1/spawns", plus=True)
+async def cancel_spawn(
+    call: Call, idempotency_key: Annotated[str, Field(max_length=_MAX_KEY), InHeader()]
+) -> SpawnCancelled:
+    """Remove what the spawn of this `Idempotency-Key` made, and refuse the key from now on. Never spawns."""
+    check_key(idempotency_key)
+    call.sandboxes += (removed := await call.runtime.cancel_spawn(call.token or "", idempotency_key))
+    return {"removed": removed}
+
+
 @route("GET", "/v1/sandboxes/{id}")
 async def get_sandbox(call: Call, id: SandboxId) -> SandboxInfo:
     """Also a dead one, for ten minutes."""
@@ -123,9 +133,10 @@ async def resume_sandbox(call: Call, id: SandboxId) -> SandboxInfo:
 
 @route("POST", "/v1/sandboxes/{id}/timeout", errors=(409,), plus=True)
 async def set_sandbox_timeout(call: Call, id: SandboxId, body: TimeoutBody) -> SandboxInfo:
-    """A number of seconds from now, or null: none; then `kill` or `pause`."""
+    """A number of seconds from now, or null: none; then `kill` or `pause`. `extend`: never makes a life shorter."""
     on_timeout = None if body.on_timeout is None else OnTimeout(body.on_timeout)
-    return render_sandbox(call.runtime.sandboxes.set_timeout(id, body.timeout_secs, on_timeout))
+    sandboxes = call.runtime.sandboxes
+    return render_sandbox(sandboxes.set_timeout(id, body.timeout_secs, on_timeout, extend=body.extend))
 
 
 class NameBody(Body):
@@ -236,9 +247,13 @@ def parse_spec(body: SpawnBody) -> SandboxSpec:
     )
 
 
-def parse_key(key: str, owner: str, raw: Any) -> IdempotencyKey:
+def check_key(key: str) -> None:
     if _KEY.fullmatch(key) is None:
         raise InvalidInput(f"Idempotency-Key must be 1 to {_MAX_KEY} printable ASCII characters")
+
+
+def parse_key(key: str, owner: str, raw: Any) -> IdempotencyKey:
+    check_key(key)
     canonical = json.dumps(raw, sort_keys=True, separators=(",", ":"))
     return IdempotencyKey(key, owner, hashlib.sha256(canonical.encode()).hexdigest())
 
