@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from forkd.client import (
         AsyncController,
         AsyncSandbox,
+        AsyncSandboxes,
         BranchMode,
         CommandFailed,
         CommandResult,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         EvalFailed,
         Execution,
         Sandbox,
+        Sandboxes,
         StreamEvent,
     )
     from forkd.errors import (
@@ -49,6 +51,7 @@ __all__ = [
     "AgentError",
     "AsyncController",
     "AsyncSandbox",
+    "AsyncSandboxes",
     "BranchMode",
     "CommandFailed",
     "CommandNotStarted",
@@ -66,6 +69,7 @@ __all__ = [
     "NotFound",
     "NotRunning",
     "Sandbox",
+    "Sandboxes",
     "StreamEvent",
     "Unauthorized",
     "Unreachable",

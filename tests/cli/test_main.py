@@ -140,11 +140,11 @@ def test_a_reader_that_goes_away_is_no_error(cli: Cli) -> None:
 
 def test_the_base_install_says_what_to_install(cli: Cli, tmp_path: Path) -> None:
     base = without(tmp_path, "rich", *SERVER_SIDE)
-    check(cli("image", "ls", **base), 5, "needs the Python package rich", "pip install 'forkd[server]'")
-    check(cli("serve", **base), 5, "needs the Python package", "pip install 'forkd[server]'")
+    check(cli("image", "ls", **base), 5, "needs the Python package rich", "pip install '.[server]'")
+    check(cli("serve", **base), 5, "needs the Python package", "pip install '.[server]'")
     done = cli("ls", **base)
     assert done.returncode == 5
-    assert "started" in done.stderr and "pip install 'forkd[server]'" in done.stderr
+    assert "started" in done.stderr and "pip install '.[server]'" in done.stderr
     assert cli("status", **base).returncode == 18
 
 

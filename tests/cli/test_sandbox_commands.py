@@ -305,7 +305,7 @@ def test_without_the_servers_packages_all_but_tables_work(warm: Cli, tmp_path: P
     sandbox = warm("fork", "warm", "-q", **base).stdout.strip()
     assert json.loads(warm("ls", "--json", **base).stdout)[0]["id"] == sandbox
     assert warm("exec", sandbox, "--", "echo", "hi", **base).stdout == "hi\n"
-    check(warm("ls", **base), 5, "needs the Python package rich", "pip install 'forkd[server]'")
+    check(warm("ls", **base), 5, "needs the Python package rich", "pip install '.[server]'")
     assert warm("rm", sandbox, **base).returncode == 0
 
 

@@ -1,6 +1,7 @@
 """Requests as values: what is sent, what may be sent twice, and in what order."""
 
 from collections.abc import Iterator
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 
@@ -10,21 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forkd import BranchMode, Controller, Sandbox
-from forkd.client.arguments import background_limit, choose_tag, foreground_limit, guest_path
+from forkd.client.arguments import background_limit, check_lifetime, choose_tag, foreground_limit, guest_path
 from forkd.client.call import SLACK_S, Again, Call, choose_stream_timeout, choose_timeout, render_body, render_target
 from forkd.client.endpoint import Endpoint
 from forkd.client.processes import MAX_STDIN_BYTES, Commands
+from forkd.client.renewal import Renewal
 from forkd.client.sandbox import Files
 from forkd.errors import ForkdError, InvalidInput, NotFound, NotRunning, Unsupported
 
-INFO = {"id": "s", "snapshot_tag": "t", "state": "running"}
+INFO = {"id": "s", "snapshot_tag": "t", "state": "running", "deadline_unix": None}
 
 
 class Asked:
     """A transport that notes each call and answers in turn; an error among the answers is raised."""
 
     def __init__(self, *answers: Any) -> None:
-        self.endpoint = Endpoint("http://localhost")
+        self.endpoint = self.place = Endpoint("http://localhost")
         self.calls: list[Call[Any]] = []
         self._answers = list(answers)
 
@@ -34,6 +36,9 @@ class Asked:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def renewing(self, renewal: Renewal) -> "Asked":
+        return self
 
     def output(self, call: Call[Any]) -> Iterator[Any]:
         self.calls.append(call)
@@ -241,9 +246,11 @@ def test_a_fork_is_a_branch_and_a_spawn_and_leaves_no_branch_without_children() 
 
 
 def test_connecting_to_a_paused_one_resumes_it() -> None:
-    controller, calls = controlled(INFO | {"state": "paused"}, INFO, INFO | {"snapshot_tag": "last"})
+    mortal = INFO | {"deadline_unix": 1.0}
+    controller, calls = controlled(mortal | {"state": "paused"}, mortal, mortal | {"snapshot_tag": "last"})
     sandbox = Sandbox.connect("s", 5, controller=controller)
     assert [call.parts[-1] for call in calls] == ["s", "resume", "timeout"] and sandbox.tag == "last"
+    assert calls[-1].body == {"timeout_secs": 5, "extend": True}
 
 
 def test_input_is_written_in_pieces_the_daemon_takes() -> None:
@@ -260,12 +267,44 @@ def test_relative_paths_start_at_the_home_of_root(path: str, full: str) -> None:
     assert guest_path(path) == full
 
 
+@pytest.mark.parametrize("path", [Path("/srv/a b"), PurePosixPath("/srv/a b"), PureWindowsPath("/srv/a b")])
+def test_paths_of_pathlib_are_taken_wherever_a_path_is(path: PurePath) -> None:
+    controller, calls = controlled(*[{"path": "x", "size": 1}] * 20)
+    files = Files(controller, "s")
+    files.write(path, "x")
+    files.read(path, format="bytes")
+    files.remove(path)
+    files._find(path)
+    controller.make_dir("s", path)
+    controller.rename_file("s", path, path)
+    assert [dict(call.query).get("path") for call in calls[:4]] == ["/srv/a b"] * 4
+    assert [call.body for call in calls[4:]] == [
+        {"path": "/srv/a b", "parents": True},
+        {"path": "/srv/a b", "to": "/srv/a b"},
+    ]
+    assert (call_of("exec_command", "s", ["a"], cwd=path).body or {})["cwd"] == "/srv/a b"
+    with pytest.raises(InvalidInput, match="pathlib"):
+        guest_path(b"/srv")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("data", [{"a": 1}, {"a", "b"}, {}.keys(), 3, None, object()])
+def test_what_is_not_the_content_of_a_file_is_refused_before_anything_is_sent(data: Any) -> None:
+    controller, calls = controlled()
+    with pytest.raises(InvalidInput, match=f"A {type(data).__name__} cannot be written"):
+        Files(controller, "s").write("/f", data)
+    assert calls == []
+
+
 def test_timeouts_of_commands() -> None:
     assert [foreground_limit(timeout) for timeout in (None, 0, 5)] == [60, 86400, 5]
     assert [background_limit(timeout) for timeout in (None, 0, 5)] == [None, None, 5]
-    for limit in (foreground_limit, background_limit):
-        with pytest.raises(InvalidInput, match="seconds"):
-            limit(True)
+    for limit in (foreground_limit, background_limit, check_lifetime):
+        for wrong in (True, -3, 1e9, float("nan"), "5"):
+            with pytest.raises(InvalidInput, match=r"^timeout must be .* seconds, got"):
+                limit(wrong)  # type: ignore[arg-type]
+    assert [check_lifetime(timeout) for timeout in (None, 5)] == [None, 5]
+    with pytest.raises(InvalidInput, match="above 0"):
+        check_lifetime(0)
 
 
 def test_the_tag_comes_from_argument_environment_or_custom() -> None:

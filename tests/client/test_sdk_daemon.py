@@ -107,6 +107,18 @@ def test_a_command_in_the_background_is_written_to_read_and_waited_for(sandbox: 
         handle.send_stdin("three\n")
 
 
+def test_a_command_in_the_background_can_be_polled(sandbox: Sandbox) -> None:
+    handle = sandbox.commands.run("echo out; read line; exit 7", background=True, stdin=True)
+    assert handle.poll() is None and handle.exit_code is None
+    handle.send_stdin("\n")
+    wait_until(lambda: handle.poll() is not None)
+    assert handle.exit_code == handle.poll() == 7 and handle.stdout == ""
+    assert handle.wait().stdout == "out\n" and handle.poll() == 7
+    killed = sandbox.commands.run("sleep 1000", background=True)
+    assert killed.kill()
+    wait_until(lambda: killed.poll() == -9)
+
+
 def test_text_for_a_command_in_the_background_is_its_whole_input(sandbox: Sandbox) -> None:
     text = "x" * 600_000
     assert sandbox.commands.run("wc -c", background=True, stdin=text).wait().stdout.strip() == "600000"
@@ -233,12 +245,14 @@ def test_pause_resume_timeouts_and_connect() -> None:
     with Sandbox.create(TAG, timeout=500, on_timeout="pause", metadata={"a": "b"}) as sandbox:
         info = sandbox.get_info()
         assert (info["on_timeout"], info["metadata"]) == ("pause", {"a": "b"}) and info["deadline_unix"] is not None
-        assert sandbox.set_timeout(None, "kill")["deadline_unix"] is None
+        assert sandbox.set_timeout(40, "kill")["on_timeout"] == "kill"
         assert sandbox.pause()["state"] == "paused" and not sandbox.is_running()
         with pytest.raises(NotRunning):
             sandbox.eval("1")
-        other = Sandbox.connect(sandbox.sandbox_id, timeout=50)
-        assert other.is_running() and other.info()["deadline_unix"] is not None
+        other = Sandbox.connect(sandbox.sandbox_id, timeout=500)
+        later = other.info()["deadline_unix"]
+        assert other.is_running() and later is not None and later >= info["deadline_unix"]
+        assert other.set_timeout(None)["deadline_unix"] is None
         assert [found["id"] for found in Sandbox.list(metadata={"a": "b"}, state="running")] == [sandbox.id]
         assert Sandbox.list(metadata={"a": "c"}) == []
     with pytest.raises(NotFound):

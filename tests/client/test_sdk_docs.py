@@ -18,6 +18,6 @@ def test_an_example_runs(code: str, daemon: Controller, tmp_path: Path) -> None:
 
 
 def test_every_method_of_the_controller_is_in_the_table() -> None:
-    methods = {name for name in dir(Controller) if not name.startswith("_")} - {"at", "close", "url"}
+    methods = {name for name in dir(Controller) if not name.startswith("_")} - {"at", "close", "over", "url"}
     table = DOCUMENT.read_text().partition("## The API, route by route")[2].partition("\n## ")[0]
     assert set(re.findall(r"`(\w+)`", table)) - {"Controller"} == methods

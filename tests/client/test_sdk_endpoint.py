@@ -19,10 +19,10 @@ DEFAULT = "http://127.0.0.1:8889"
 def test_argument_then_environment_then_socket_then_loopback() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as runtime, socket.socket(socket.AF_UNIX) as listener:
         environ = {"FORKD_RUNTIME_DIR": runtime}
-        assert find_endpoint(environ=environ) == Endpoint(DEFAULT)
+        assert find_endpoint(environ=environ) == Endpoint(DEFAULT, startable=True)
         path = str(Path(runtime) / "forkd.sock")
         listener.bind(path)
-        assert find_endpoint(environ=environ) == Endpoint("http://localhost", path)
+        assert find_endpoint(environ=environ) == Endpoint("http://localhost", path, startable=True)
         assert find_endpoint(environ=environ).name == f"unix://{path}"
         environ |= {"FORKD_URL": "http://h:1/", "FORKD_TOKEN": " t\n"}
         assert find_endpoint(environ=environ) == Endpoint("http://h:1", None, "t")
@@ -31,7 +31,7 @@ def test_argument_then_environment_then_socket_then_loopback() -> None:
 
 
 def test_no_socket_is_looked_for_where_it_is_said_to_be_none() -> None:
-    assert find_endpoint(environ={"FORKD_SOCKET": "none"}) == Endpoint(DEFAULT)
+    assert find_endpoint(environ={"FORKD_SOCKET": "none"}) == Endpoint(DEFAULT, startable=True)
 
 
 def test_a_directory_we_may_not_look_into_has_no_socket_for_us(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +39,7 @@ def test_a_directory_we_may_not_look_into_has_no_socket_for_us(monkeypatch: pyte
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "is_socket", refuse)  # root, whom nothing refuses, runs tests too
-    assert find_endpoint(environ={"FORKD_RUNTIME_DIR": "/tmp"}) == Endpoint(DEFAULT)
+    assert find_endpoint(environ={"FORKD_RUNTIME_DIR": "/tmp"}) == Endpoint(DEFAULT, startable=True)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_without_unix_sockets_a_path_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delattr(socket, "AF_UNIX")
     with pytest.raises(HostLacks, match="unix sockets"):
         find_endpoint("unix:///x", environ={})
-    assert find_endpoint(environ={"FORKD_RUNTIME_DIR": "/tmp"}) == Endpoint(DEFAULT)
+    assert find_endpoint(environ={"FORKD_RUNTIME_DIR": "/tmp"}) == Endpoint(DEFAULT, startable=True)
 
 
 # What Python on Windows lacks and a client might reach for. The loop is made before: here its own parts need it.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import forkd
-from forkd.client import async_processes, async_sandbox, processes, sandbox
+from forkd.client import async_processes, async_sandbox, async_spawn, processes, sandbox, spawn
 from forkd.errors import ForkdError
 
 PAIRS = [
@@ -22,6 +22,7 @@ PAIRS = [
     (processes.Pty, async_processes.AsyncPty),
     (processes.CommandHandle, async_processes.AsyncCommandHandle),
     (processes.PtyHandle, async_processes.AsyncPtyHandle),
+    (spawn.Sandboxes, async_spawn.AsyncSandboxes),
 ]
 
 
@@ -50,8 +51,10 @@ def test_what_asks_the_daemon_is_awaited(plain: type, awaited: type) -> None:
 
 
 def test_importing_costs_no_http_client() -> None:
-    code = "import sys, forkd; sys.exit('httpx' in sys.modules or 'asyncio' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    for names in ("", "Sandbox", "Controller, Sandbox"):
+        code = f"from forkd import {names or '__version__'}"
+        code += "\nimport sys; sys.exit('httpx' in sys.modules or 'asyncio' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0, names
 
 
 def test_every_name_is_there_and_no_other() -> None:

@@ -87,7 +87,7 @@ def explain_missing(error: ModuleNotFoundError) -> HostLacks:
         raise error
     return HostLacks(
         f"This command needs the Python package {error.name}",
-        hint="Install the server side: pip install 'forkd[server]'",
+        hint="Install the server side, from a checkout of this repository: pip install '.[server]'",
     )
 
 

@@ -75,7 +75,7 @@ def run_fork(args: argparse.Namespace) -> int:
         except BaseException as error:
             refused = infos is None and isinstance(error, ForkdError) and not isinstance(error, Unreachable)
             if not refused:
-                _undo(args, request, key)
+                _undo(args, key)
             raise
     if args.settle_secs is None:
         _print(args, infos, took_ms)
@@ -149,19 +149,17 @@ def _settle(args: argparse.Namespace, controller: Controller, infos: list[Sandbo
         print(f"{sum(info['id'] in running for info in infos)} / {args.n} children alive")
 
 
-def _undo(args: argparse.Namespace, request: dict[str, Any], key: str) -> None:
-    """Sends the request again with the same key: the answer is that of the first, which may still be in progress.
+def _undo(args: argparse.Namespace, key: str) -> None:
+    """Removes what the request made, which may still be in progress; nothing is made by that.
 
     The old connection was interrupted at an unknown point and is not used again.
     """
     try:
         with connect(args) as controller:
-            _end(controller, controller.spawn_sandboxes(**request, idempotency_key=key))
-    except Unreachable as error:
+            controller.cancel_spawn(key)
+    except ForkdError as error:
         error.hint = "Some sandboxes may still run. List them with: forkd ls"
         raise
-    except ForkdError:
-        return  # nothing was forked, or nothing is left of it
 
 
 def _end(controller: Controller, infos: list[SandboxInfo]) -> None:

@@ -13,17 +13,20 @@ if TYPE_CHECKING:
     from forkd.client.arguments import BranchMode as BranchMode
     from forkd.client.async_controller import AsyncController as AsyncController
     from forkd.client.async_sandbox import AsyncSandbox as AsyncSandbox
+    from forkd.client.async_spawn import AsyncSandboxes as AsyncSandboxes
     from forkd.client.controller import Controller as Controller
     from forkd.client.results import CommandFailed as CommandFailed
     from forkd.client.results import CommandResult as CommandResult
     from forkd.client.results import EvalFailed as EvalFailed
     from forkd.client.results import Execution as Execution
     from forkd.client.sandbox import Sandbox as Sandbox
+    from forkd.client.spawn import Sandboxes as Sandboxes
     from forkd.client.stream import StreamEvent as StreamEvent
 
 _HOMES = {
     "AsyncController": "async_controller",
     "AsyncSandbox": "async_sandbox",
+    "AsyncSandboxes": "async_spawn",
     "BranchMode": "arguments",
     "CommandFailed": "results",
     "CommandResult": "results",
@@ -31,6 +34,7 @@ _HOMES = {
     "EvalFailed": "results",
     "Execution": "results",
     "Sandbox": "sandbox",
+    "Sandboxes": "spawn",
     "StreamEvent": "stream",
 }
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import os
 import posixpath
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
+from pathlib import PurePath
 from typing import IO, TYPE_CHECKING, Any, TypedDict, Unpack
 
 from forkd.errors import InvalidInput
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
 DEFAULT_TAG = "pyagent"
 GUEST_HOME = "/root"
 COMMAND_TIMEOUT_S = 60.0
-MAX_TIMEOUT_S = 86400.0  # what the daemon takes
+MAX_TIMEOUT_S = 86400.0  # what the daemon takes, for a command
+MAX_LIFETIME_S = 30 * 24 * 3600  # and for a sandbox
 CHUNK_BYTES = 256 * 1024
 _MAX_KEY = 200
 
+GuestPath = str | os.PathLike[str]  # in the sandbox
 Data = str | bytes | bytearray | memoryview | IO[Any] | Iterable[bytes] | Iterable[str]
 AsyncData = Data | AsyncIterable[bytes] | AsyncIterable[str]
 
@@ -54,7 +57,7 @@ class SpawnOptions(SandboxOptions, total=False):
 
 class CommandOptions(TypedDict, total=False):
     shell: str | None  # in place of args: one text for /bin/sh
-    cwd: str | None
+    cwd: GuestPath | None
     env: Mapping[str, str] | None
     user: str | int | None
 
@@ -66,7 +69,7 @@ class CommandSpec(CommandOptions):
 class BackgroundOptions(TypedDict, total=False):
     envs: Mapping[str, str] | None
     user: str | int | None
-    cwd: str | None
+    cwd: GuestPath | None
     stdin: str | bool | None
 
 
@@ -77,7 +80,7 @@ class RunOptions(BackgroundOptions, total=False):
 
 
 def spec_of(
-    cmd: str | Sequence[str], *, cwd: str | None, envs: Mapping[str, str] | None, user: str | int | None
+    cmd: str | Sequence[str], *, cwd: GuestPath | None, envs: Mapping[str, str] | None, user: str | int | None
 ) -> CommandSpec:
     """A text is a line of shell."""
     args, shell = (None, cmd) if isinstance(cmd, str) else (list(cmd), None)
@@ -93,9 +96,30 @@ def background_limit(timeout: float | None) -> float | None:
     return None if timeout is None else _checked_seconds(timeout) or None
 
 
+def code_limit(timeout: float | None, default_s: float) -> float:
+    return default_s if timeout is None else _checked_seconds(timeout) or default_s
+
+
+def check_lifetime(timeout: float | None) -> float | None:
+    """How long a sandbox may live."""
+    if timeout is not None and not 0 < _number(timeout) <= MAX_LIFETIME_S:
+        raise InvalidInput(
+            f"timeout must be above 0 and at most {MAX_LIFETIME_S} seconds, got {timeout:g}",
+            hint="Give timeout=None for a sandbox that lives until it is killed",
+        )
+    return timeout
+
+
 def _checked_seconds(timeout: float) -> float:
-    if isinstance(timeout, bool):
-        raise InvalidInput("timeout must be a number of seconds", hint="Did you mean background=True?")
+    if not 0 <= _number(timeout) <= MAX_TIMEOUT_S:
+        raise InvalidInput(f"timeout must be between 0 and {MAX_TIMEOUT_S:.0f} seconds, got {timeout:g}")
+    return timeout
+
+
+def _number(timeout: float) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        hint = "Did you mean background=True?" if timeout is True else None
+        raise InvalidInput(f"timeout must be a number of seconds, got {timeout!a}", hint=hint)
     return timeout
 
 
@@ -124,8 +148,14 @@ def render_options(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
     """Those that say something: not None, not False, not empty."""
     if unknown := sorted(options.keys() - kind.__annotations__.keys()):
         raise TypeError(f"Unknown option: {', '.join(unknown)}")
-    plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in options.items()}
+    plain = {name: _plain(value) for name, value in options.items()}
     return {name: value for name, value in plain.items() if value is not None and value is not False and value != {}}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, os.PathLike):
+        return path_text(value)
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def drop_unset(**fields: Any) -> dict[str, Any]:
@@ -149,8 +179,17 @@ def port_of(target: str) -> int:
     return port
 
 
-def guest_path(path: str) -> str:
+def path_text(path: GuestPath) -> str:
+    """With slashes on every system: it is a path of Linux."""
+    text = path.as_posix() if isinstance(path, PurePath) else os.fspath(path)
+    if not isinstance(text, str):
+        raise InvalidInput(f"A path in a sandbox must be a str or a pathlib path, got {type(text).__name__}")
+    return text
+
+
+def guest_path(path: GuestPath) -> str:
     """Relative paths start at the home of root, as with a command."""
+    path = path_text(path)
     if path == "~" or path.startswith("~/"):
         path = path[2:]
     return posixpath.join(GUEST_HOME, path)
@@ -162,7 +201,7 @@ def check_format(format: str) -> str:
     return format
 
 
-def decode_file(data: bytes, path: str) -> str:
+def decode_file(data: bytes, path: GuestPath) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -179,7 +218,8 @@ def content_of(data: Data) -> bytes | Iterator[bytes]:
         return _encoded(data)
     if (read := getattr(data, "read", None)) is not None:
         return _read(read)
-    if isinstance(data, Iterable):
+    # A dict or a set is an iterable too, but nobody wants its keys as the content of a file.
+    if isinstance(data, Iterable) and not isinstance(data, Mapping | Set):
         return (_encoded(piece) for piece in data)
     raise _not_content(data)
 
@@ -215,5 +255,5 @@ def _encoded(piece: str | bytes | bytearray | memoryview) -> bytes:
 def _not_content(data: object) -> InvalidInput:
     return InvalidInput(
         f"A {type(data).__name__} cannot be written to a file",
-        hint="Give text, bytes, an open file or an iterator of bytes",
+        hint="Give text, bytes, an open file or an iterator of either; for JSON: json.dumps(...)",
     )

@@ -12,6 +12,7 @@ from typing import Literal, Self, Unpack, overload
 from forkd.client.arguments import (
     BackgroundOptions,
     CommandSpec,
+    GuestPath,
     RunOptions,
     background_limit,
     encode,
@@ -19,10 +20,19 @@ from forkd.client.arguments import (
     spec_of,
 )
 from forkd.client.async_controller import AsyncController
-from forkd.client.output import Callback, Collector, OutputMessage, OutputPiece, async_deliver, piece_of
+from forkd.client.output import (
+    Callback,
+    Collector,
+    OutputMessage,
+    OutputPiece,
+    async_deliver,
+    exit_code_of,
+    piece_of,
+)
 from forkd.client.results import CommandResult, Process, result_of
 from forkd.client.stream import StreamEvent
 from forkd.errors import Conflict, ForkdError, GuestDied, InvalidInput, NotFound, NotRunning
+from forkd.wire.api import ProcessInfo
 
 MAX_STDIN_BYTES = 512 * 1024  # of one request
 _SIGKILL = 9
@@ -50,6 +60,7 @@ class AsyncProcessHandle:
         self._sandbox_id = sandbox_id
         self._collector = Collector()
         self._open: AsyncGenerator[StreamEvent, None] | None = None
+        self._ended: ProcessInfo | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(pid={self.pid}, sandbox={self._sandbox_id!r})"
@@ -60,13 +71,24 @@ class AsyncProcessHandle:
     async def __aexit__(self, *raised: object) -> None:
         """What still runs is killed."""
         await self.disconnect()
-        if self._collector.exit is None:
+        if self.exit_code is None:
             await self.kill()
 
     @property
     def exit_code(self) -> int | None:
-        """None while its end has not been seen, by `wait` or by reading to the end."""
-        return None if self._collector.exit is None else self._collector.exit_code
+        """As last seen: by `poll`, by `wait`, or by reading to the end. None until then; it asks nobody."""
+        if self._collector.exit is not None:
+            return self._collector.exit_code
+        return None if self._ended is None else exit_code_of(self._ended)
+
+    async def poll(self) -> int | None:
+        """Ask whether it has ended: its exit code, None while it runs. Reads none of its output."""
+        if self._collector.exit is None:
+            info = await self._controller.get_process(self._sandbox_id, self.pid)
+            if info["running"]:
+                return None
+            self._ended = info
+        return self.exit_code
 
     async def kill(self) -> bool:
         """SIGKILL, to it and what it started. False when it had ended, or its sandbox had."""
@@ -197,7 +219,7 @@ class AsyncCommands:
         background: bool = False,
         envs: Mapping[str, str] | None = None,
         user: str | int | None = None,
-        cwd: str | None = None,
+        cwd: GuestPath | None = None,
         on_stdout: Callback | None = None,
         on_stderr: Callback | None = None,
         stdin: str | bool | None = None,
@@ -264,7 +286,7 @@ class AsyncPty:
         *,
         cmd: str | Sequence[str] | None = None,
         user: str | int | None = None,
-        cwd: str | None = None,
+        cwd: GuestPath | None = None,
         envs: Mapping[str, str] | None = None,
         timeout: float | None = None,
     ) -> AsyncPtyHandle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal, Self, Unpack, overload
@@ -11,15 +12,21 @@ from typing import Any, Literal, Self, Unpack, overload
 from forkd.client.arguments import (
     COMMAND_TIMEOUT_S,
     AsyncData,
+    GuestPath,
     SandboxOptions,
     check_format,
+    check_lifetime,
     choose_tag,
+    code_limit,
     decode_file,
     guest_path,
     port_of,
 )
 from forkd.client.async_controller import AsyncController
 from forkd.client.async_processes import AsyncCommands, AsyncPty, async_follow
+from forkd.client.async_renewal import AsyncRenewal
+from forkd.client.async_spawn import AsyncSandboxes, async_spawn
+from forkd.client.lifetime import DEFAULT_LIFETIME_S, Lifetime
 from forkd.client.output import Callback
 from forkd.client.results import EntryInfo, Execution, WriteInfo, execution_of, repr_of, value_of
 from forkd.client.shared import AsyncOpening, async_lease_controller, async_leased, async_release_controller
@@ -37,16 +44,16 @@ class AsyncFiles:
         self._id = sandbox_id
 
     @overload
-    async def read(self, path: str, format: Literal["text"] = "text") -> str: ...
+    async def read(self, path: GuestPath, format: Literal["text"] = "text") -> str: ...
 
     @overload
-    async def read(self, path: str, format: Literal["bytes"]) -> bytes: ...
+    async def read(self, path: GuestPath, format: Literal["bytes"]) -> bytes: ...
 
     @overload
-    async def read(self, path: str, format: Literal["stream"]) -> AsyncIterator[bytes]: ...
+    async def read(self, path: GuestPath, format: Literal["stream"]) -> AsyncIterator[bytes]: ...
 
     async def read(
-        self, path: str, format: Literal["text", "bytes", "stream"] = "text"
+        self, path: GuestPath, format: Literal["text", "bytes", "stream"] = "text"
     ) -> str | bytes | AsyncIterator[bytes]:
         """`stream` is an iterator over pieces, for files that are not to be held in memory."""
         if check_format(format) == "stream":
@@ -55,7 +62,7 @@ class AsyncFiles:
         return decode_file(data, path) if format == "text" else data
 
     async def write(
-        self, path: str, data: AsyncData, *, mode: int | str | None = None, append: bool = False
+        self, path: GuestPath, data: AsyncData, *, mode: int | str | None = None, append: bool = False
     ) -> WriteInfo:
         """Text, bytes, an open file, or an iterator of either. Directories are made; the file appears when complete."""
         return WriteInfo.of(await self._controller.write_file(self._id, guest_path(path), data, mode, append))
@@ -64,16 +71,16 @@ class AsyncFiles:
         """Several, each `{"path": …, "data": …}`, one after the other."""
         return [await self.write(entry["path"], entry["data"]) for entry in entries]
 
-    async def list(self, path: str = ".") -> builtins.list[EntryInfo]:
+    async def list(self, path: GuestPath = ".") -> builtins.list[EntryInfo]:
         listing = await self._controller.list_files(self._id, guest_path(path))
         if listing["truncated"]:
             raise InvalidInput(f"{path} has more entries than are listed", hint="List it with: commands.run('ls …')")
         return [EntryInfo.of(entry) for entry in listing["entries"]]
 
-    async def exists(self, path: str) -> bool:
+    async def exists(self, path: GuestPath) -> bool:
         return await self._find(path) is not None
 
-    async def _find(self, path: str) -> FileInfo | None:
+    async def _find(self, path: GuestPath) -> FileInfo | None:
         try:
             return await self._controller.stat_file(self._id, guest_path(path))
         except ForkdError as error:
@@ -82,18 +89,18 @@ class AsyncFiles:
             await self._controller.get_sandbox(self._id)  # raises when it is the sandbox that does not exist
             return None
 
-    async def get_info(self, path: str) -> EntryInfo:
+    async def get_info(self, path: GuestPath) -> EntryInfo:
         return EntryInfo.of(await self._controller.stat_file(self._id, guest_path(path)))
 
-    async def remove(self, path: str) -> None:
+    async def remove(self, path: GuestPath) -> None:
         """A directory with all that is in it."""
         await self._controller.remove_file(self._id, guest_path(path), True)
 
-    async def rename(self, old_path: str, new_path: str) -> EntryInfo:
+    async def rename(self, old_path: GuestPath, new_path: GuestPath) -> EntryInfo:
         await self._controller.rename_file(self._id, guest_path(old_path), guest_path(new_path))
         return await self.get_info(new_path)
 
-    async def make_dir(self, path: str) -> bool:
+    async def make_dir(self, path: GuestPath) -> bool:
         """With its parents. False when it existed."""
         found = await self._find(path)
         if found is not None and found["type"] == "dir":
@@ -130,9 +137,10 @@ class AsyncSandbox(AsyncOpening):
             self._opens(partial(self._find, controller, target or os.environ.get("FORKD_TARGET"), timeout))
 
     async def _fork(self, controller: AsyncController | None, tag: str, port: int | None, timeout: float) -> None:
-        async with async_leased(controller) as used:
-            made = await used.spawn_sandboxes(tag, agent_port=port)
-            self._attach(used, made[0], timeout, leased=controller is None)
+        leased = controller is None
+        await async_spawn(
+            controller, tag, 1, lambda used, info, _: self._attach(used, info, timeout, leased=leased), agent_port=port
+        )
 
     async def _find(self, controller: AsyncController | None, target: str | None, timeout: float) -> None:
         if not target:
@@ -150,35 +158,69 @@ class AsyncSandbox(AsyncOpening):
     async def create(
         cls,
         tag: str | None = None,
-        timeout: float | None = None,
+        timeout: float | None = DEFAULT_LIFETIME_S,
         *,
         envs: Mapping[str, str] | None = None,
         memory_limit_mib: int | None = None,
         controller: AsyncController | None = None,
         **options: Unpack[SandboxOptions],
     ) -> Self:
-        """Fork one. `timeout` is how long it may live, in seconds, as with E2B; None: until it is killed.
+        """Fork one. `timeout` is how long it may live, in seconds; None: until it is killed.
 
-        `envs` is for its commands and code. A limit that the daemon's host cannot enforce is refused with Unsupported.
+        Without `timeout` it lives 300 s from its last use through this object. `envs` is for its commands and code. A
+        limit that the daemon's host cannot enforce is refused with Unsupported.
         """
-        async with async_leased(controller) as used:
-            made = await used.spawn_sandboxes(
-                choose_tag(tag), memory_limit_mib=memory_limit_mib, timeout_secs=timeout, env=envs, **options
-            )
-            return cls.__new__(cls)._attach(used, made[0], EVAL_TIMEOUT_S, leased=controller is None)
+        made = await cls.create_many(
+            tag, 1, timeout, envs=envs, memory_limit_mib=memory_limit_mib, controller=controller, **options
+        )
+        return made[0]
+
+    @classmethod
+    async def create_many(
+        cls,
+        tag: str | None,
+        n: int,
+        timeout: float | None = DEFAULT_LIFETIME_S,
+        *,
+        envs: Mapping[str, str] | None = None,
+        memory_limit_mib: int | None = None,
+        controller: AsyncController | None = None,
+        **options: Unpack[SandboxOptions],
+    ) -> AsyncSandboxes[Self]:
+        """Fork `n` with one request: all or none. A list; in a `with` block all are killed at the end.
+
+        The rest as with `create`. Without `timeout` the use of one keeps all of them alive.
+        """
+        leased = controller is None
+        return await async_spawn(
+            controller,
+            choose_tag(tag),
+            n,
+            lambda used, info, renewal: cls.__new__(cls)._attach(used, info, EVAL_TIMEOUT_S, renewal, leased=leased),
+            memory_limit_mib=memory_limit_mib,
+            timeout_secs=check_lifetime(timeout),
+            env=envs,
+            **options,
+        )
 
     @classmethod
     async def connect(
-        cls, sandbox_id: str, timeout: float | None = None, *, controller: AsyncController | None = None
+        cls, sandbox_id: str, timeout: float | None = DEFAULT_LIFETIME_S, *, controller: AsyncController | None = None
     ) -> Self:
-        """One that exists; a paused one is resumed. `timeout` sets how long it may live from now."""
+        """One that exists; a paused one is resumed.
+
+        `timeout` is how long it may live from now, at least: a life is never made shorter by this. Without `timeout`
+        these are 300 s from its last use; None leaves its life as it is.
+        """
+        check_lifetime(timeout)
         async with async_leased(controller) as used:
             info = await used.get_sandbox(sandbox_id)
             if info["state"] == "paused":
                 info = await used.resume_sandbox(sandbox_id)
-            if timeout is not None:
-                info = await used.set_sandbox_timeout(sandbox_id, timeout)
-            return cls.__new__(cls)._attach(used, info, EVAL_TIMEOUT_S, leased=controller is None)
+            renewal = AsyncRenewal(used, {info["id"]}, Lifetime(timeout, time.monotonic()))
+            if timeout is not None and info["deadline_unix"] is not None:
+                info = await used.set_sandbox_timeout(sandbox_id, timeout, extend=True)
+            return cls.__new__(cls)._attach(used, info, EVAL_TIMEOUT_S, renewal, leased=controller is None)
 
     @classmethod
     async def list(
@@ -194,8 +236,20 @@ class AsyncSandbox(AsyncOpening):
         async with async_leased(controller) as used:
             return await used.list_sandboxes(state=state, snapshot_tag=snapshot_tag, labels=labels, metadata=metadata)
 
-    def _attach(self, controller: AsyncController, info: SandboxInfo, timeout: float, *, leased: bool) -> Self:
+    def _attach(
+        self,
+        controller: AsyncController,
+        info: SandboxInfo,
+        timeout: float,
+        renewal: AsyncRenewal | None = None,
+        *,
+        leased: bool,
+    ) -> Self:
         self._lease = async_lease_controller(controller) if leased else None
+        self._renewal = renewal
+        self._plain = controller  # for calls that do not use the sandbox
+        if renewal is not None:
+            controller = AsyncController.over(controller.transport.renewing(renewal))
         self._controller = controller
         self._timeout, self._id, self._tag = timeout, info["id"], info["snapshot_tag"]
         self.commands = AsyncCommands(controller, self._id)
@@ -239,8 +293,14 @@ class AsyncSandbox(AsyncOpening):
         return await self._controller.ping_sandbox(self._id)
 
     async def set_timeout(self, timeout: float | None, on_timeout: str | None = None) -> SandboxInfo:
-        """How long it may live, in seconds from now; None: until it is killed."""
-        return await self._controller.set_sandbox_timeout(self._id, timeout, on_timeout)
+        """How long it may live, in seconds from now; None: until it is killed. From then on use does not extend it."""
+        info = await self._plain.set_sandbox_timeout(self._id, check_lifetime(timeout), on_timeout)
+        self._stop_renewing()
+        return info
+
+    def _stop_renewing(self) -> None:
+        if self._renewal is not None:
+            self._renewal.release(self._id)
 
     async def rename(self, name: str | None) -> SandboxInfo:
         """A name that can be used in place of the id, unique in its home; None takes it away."""
@@ -254,8 +314,9 @@ class AsyncSandbox(AsyncOpening):
 
     async def kill(self) -> bool:
         """False when it was gone already."""
+        self._stop_renewing()
         try:
-            await self._controller.kill_sandbox(self._id)
+            await self._plain.kill_sandbox(self._id)
         except NotFound:
             return False
         finally:
@@ -276,22 +337,26 @@ class AsyncSandbox(AsyncOpening):
 
         When they cannot be forked the branch is deleted. An engine that cannot branch raises Unsupported.
         """
+        new, leased = type(self).__new__, self._lease is not None
         branch = await self._controller.branch_sandbox(self._id)
         try:
-            made = await self._controller.spawn_sandboxes(branch["tag"], count)
+            return await async_spawn(
+                self._plain,
+                branch["tag"],
+                count,
+                lambda used, info, _: new(type(self))._attach(used, info, self._timeout, leased=leased),
+            )
         except ForkdError:
             await self._controller.delete_snapshot(branch["tag"])
             raise
-        new, leased = type(self).__new__, self._lease is not None
-        return [new(type(self))._attach(self._controller, info, self._timeout, leased=leased) for info in made]
 
     async def eval(self, code: str, timeout: float | None = None) -> str:
         """The repr of the last expression, "None" when there is none; what the code raised becomes EvalFailed."""
-        return repr_of(await self._controller.eval_code(self._id, code, timeout or self._timeout))
+        return repr_of(await self._controller.eval_code(self._id, code, code_limit(timeout, self._timeout)))
 
     async def eval_value(self, code: str, timeout: float | None = None) -> Any:
         """The value of the last expression itself, when JSON has such values."""
-        return value_of(await self._controller.eval_code(self._id, code, timeout or self._timeout))
+        return value_of(await self._controller.eval_code(self._id, code, code_limit(timeout, self._timeout)))
 
     async def run_code(
         self,
@@ -301,7 +366,7 @@ class AsyncSandbox(AsyncOpening):
         timeout: float | None = None,
     ) -> Execution:
         """Results, output and the error if any, none of which is raised. Names stay defined for the next call."""
-        limit_s = timeout or COMMAND_TIMEOUT_S
+        limit_s = code_limit(timeout, COMMAND_TIMEOUT_S)
         if on_stdout is None and on_stderr is None:
             return execution_of(await self._controller.eval_code(self._id, code, limit_s))
         events = self._controller.eval_stream(self._id, code, limit_s)

@@ -6,14 +6,13 @@ The asynchronous one is for the event loop it is first used in; the synchronous 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-import httpx
-
+from forkd.client.async_pool import AsyncPool
+from forkd.client.async_renewal import AsyncRenewal
 from forkd.client.call import (
-    LIMITS,
     Call,
     choose_stream_timeout,
     choose_timeout,
@@ -23,65 +22,82 @@ from forkd.client.call import (
 )
 from forkd.client.endpoint import Endpoint
 from forkd.client.failures import close_refused, error_of, error_of_transport
-from forkd.client.retry import Attempts, Outcome
+from forkd.client.retry import Attempts
 from forkd.client.stream import EventReader, OutputReader, Reader, StreamEvent
 from forkd.wire.api import Event
+
+if TYPE_CHECKING:
+    import httpx
+
+    from forkd.client.retry import Outcome
 
 T = TypeVar("T")
 
 
 class AsyncTransport:
-    def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
-        self.endpoint = endpoint
+    def __init__(self, pool: AsyncPool, timeout_s: float, renewal: AsyncRenewal | None = None) -> None:
+        self._pool = pool
         self._timeout_s = timeout_s
-        self._client = _open_client(endpoint)
-        self._closed = False
+        self._renewal = renewal
+
+    @classmethod
+    def to(cls, endpoint: Endpoint, timeout_s: float) -> Self:
+        return cls(AsyncPool(endpoint), timeout_s)
+
+    def renewing(self, renewal: AsyncRenewal) -> AsyncTransport:
+        """The same connections; each call says that it uses something."""
+        return AsyncTransport(self._pool, self._timeout_s, renewal)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """What was asked for."""
+        return self._pool.endpoint
+
+    @property
+    def place(self) -> Endpoint:
+        """Where the daemon is."""
+        return self._pool.place
 
     async def send(self, call: Call[T]) -> T:
         return read_answer(call, await self.exchange(call))
 
     async def exchange(self, call: Call[Any]) -> httpx.Response:
         """The answer as it came; an error is raised."""
-        async with self._used() as client:
+        async with self._pool.used() as client:
             return await self._exchange(client, call, choose_timeout(call, self._timeout_s))
 
     def output(self, call: Call[StreamEvent]) -> AsyncGenerator[StreamEvent, None]:
-        return self._events(call, OutputReader(self.endpoint.name))
+        return self._events(call, OutputReader(self.place.name))
 
     def events(self, call: Call[Event]) -> AsyncGenerator[Event, None]:
-        return self._events(call, EventReader(self.endpoint.name))
+        return self._events(call, EventReader(self.place.name))
 
     def download(self, call: Call[bytes]) -> AsyncGenerator[bytes, None]:
         return self._chunks(call, choose_timeout(call, self._timeout_s))
 
     async def close(self) -> None:
-        self._closed = True
-        await self._client.aclose()
-
-    @asynccontextmanager
-    async def _used(self) -> AsyncIterator[httpx.AsyncClient]:
-        """The pool; after its end one for this call alone: a sandbox that was killed may still be asked how it is."""
-        if not self._closed:
-            yield self._client
-            return
-        async with _open_client(self.endpoint) as client:
-            yield client
+        await self._pool.close()
 
     async def _exchange(
         self, client: httpx.AsyncClient, call: Call[Any], timeout: httpx.Timeout, *, stream: bool = False
     ) -> httpx.Response:
-        url = self.endpoint.url + render_target(call)
+        if self._renewal is not None:
+            await self._renewal.use(call.takes_s)
+        target = render_target(call)
         content, headers = render_body(call)
         attempts = Attempts(call)
         while True:
+            url = self.place.url + target
             request = client.build_request(call.method, url, content=content, headers=headers, timeout=timeout)
             outcome = await _attempt(client, request, stream=stream)
-            if isinstance(outcome, httpx.Response) and attempts.is_success(outcome):
+            if not isinstance(outcome, Exception) and attempts.is_success(outcome):
                 return outcome
+            if attempts.finds_nobody(outcome) and (started := await self._pool.start_daemon()) is not None:
+                client = started
+                continue
             wait_s = attempts.next_wait(outcome)
             if wait_s is None:
-                error = error_of(outcome, name=self.endpoint.name, url=url)
-                raise error from (outcome if isinstance(outcome, Exception) else None)
+                raise error_of(outcome, name=self.place.name, url=url) from None
             await asyncio.sleep(wait_s)
 
     async def _events(self, call: Call[Any], reader: Reader[T]) -> AsyncGenerator[T, None]:
@@ -92,18 +108,24 @@ class AsyncTransport:
         reader.finish()
 
     async def _chunks(self, call: Call[Any], timeout: httpx.Timeout) -> AsyncGenerator[bytes, None]:
-        async with self._used() as client:
+        import httpx
+
+        async with self._pool.used() as client:
             response = await self._exchange(client, call, timeout, stream=True)
             async with aclosing(response):
                 try:
                     async for chunk in response.aiter_bytes():
+                        if self._renewal is not None:
+                            await self._renewal.use()
                         yield chunk
                 except httpx.HTTPError as error:
-                    raise error_of_transport(error, name=self.endpoint.name, url=str(response.url)) from error
+                    raise error_of_transport(error, name=self.place.name, url=str(response.url)) from None
 
 
 async def _attempt(client: httpx.AsyncClient, request: httpx.Request, *, stream: bool) -> Outcome:
     """What came of it; a stream that succeeds is left open."""
+    import httpx
+
     try:
         response = await client.send(request, stream=stream)
         if not (stream and response.is_success):
@@ -114,11 +136,3 @@ async def _attempt(client: httpx.AsyncClient, request: httpx.Request, *, stream:
         if isinstance(error, httpx.ConnectError):
             close_refused(error)
         return error
-
-
-def _open_client(endpoint: Endpoint) -> httpx.AsyncClient:
-    transport = None  # httpx chooses one, and looks for proxies in the environment
-    if endpoint.is_local:
-        # Without TLS no certificates are needed, and reading them takes longer than a fork.
-        transport = httpx.AsyncHTTPTransport(uds=endpoint.socket, verify=endpoint.is_tls, limits=LIMITS)
-    return httpx.AsyncClient(transport=transport, limits=LIMITS, headers=endpoint.headers)

@@ -7,12 +7,13 @@ import json
 from collections.abc import AsyncIterable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, Generic, TypeVar, cast, get_origin
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, get_origin
 from urllib.parse import quote
 
-import httpx
-
 from forkd.errors import InvalidInput, Unreachable
+
+if TYPE_CHECKING:
+    import httpx
 
 API = "v1"
 CONNECT_S = 10.0
@@ -22,9 +23,6 @@ STREAM_SILENCE_S = 45.0  # the daemon sends a comment every 15 s
 MAX_CONNECTIONS = 200
 # Shorter than servers keep idle connections, so that a call does not go out on one that is being closed.
 KEEPALIVE_S = 4.0
-LIMITS = httpx.Limits(
-    max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS, keepalive_expiry=KEEPALIVE_S
-)
 
 T = TypeVar("T")
 Content = bytes | Iterable[bytes] | AsyncIterable[bytes]
@@ -119,7 +117,17 @@ def render_body(call: Call[Any]) -> tuple[Content | None, dict[str, str]]:
         raise InvalidInput(f"The request cannot be written as JSON: {error}") from None
 
 
+def connection_limits() -> httpx.Limits:
+    import httpx
+
+    return httpx.Limits(
+        max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS, keepalive_expiry=KEEPALIVE_S
+    )
+
+
 def choose_timeout(call: Call[Any], timeout_s: float) -> httpx.Timeout:
+    import httpx
+
     if call.probe:
         return httpx.Timeout(min(PROBE_S, timeout_s))
     read_s = max(timeout_s, call.takes_s + SLACK_S) if call.takes_s else timeout_s
@@ -127,6 +135,8 @@ def choose_timeout(call: Call[Any], timeout_s: float) -> httpx.Timeout:
 
 
 def choose_stream_timeout(timeout_s: float) -> httpx.Timeout:
+    import httpx
+
     return httpx.Timeout(
         connect=min(CONNECT_S, timeout_s), read=max(STREAM_SILENCE_S, timeout_s), write=timeout_s, pool=timeout_s
     )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Generator, Mapping, Sequence
 from types import NoneType
 from typing import Self, TypeVar, Unpack
@@ -11,11 +11,13 @@ from typing import Self, TypeVar, Unpack
 from forkd.client.arguments import (
     CommandOptions,
     Data,
+    GuestPath,
     Limits,
     SpawnOptions,
     check_key,
     content_of,
     drop_unset,
+    path_text,
     render_command,
     render_options,
 )
@@ -49,12 +51,16 @@ class Controller:
     def __init__(
         self, base_url: str | None = None, token: str | None = None, timeout: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        self.transport = Transport(find_endpoint(base_url, token), timeout)
+        self.transport = Transport.to(find_endpoint(base_url, token), timeout)
 
     @classmethod
     def at(cls, endpoint: Endpoint, timeout: float = DEFAULT_TIMEOUT_S) -> Self:
+        return cls.over(Transport.to(endpoint, timeout))
+
+    @classmethod
+    def over(cls, transport: Transport) -> Self:
         made = cls.__new__(cls)
-        made.transport = Transport(endpoint, timeout)
+        made.transport = transport
         return made
 
     def __repr__(self) -> str:
@@ -71,7 +77,7 @@ class Controller:
 
     @property
     def url(self) -> str:
-        return self.transport.endpoint.name
+        return self.transport.place.name
 
     def _send(self, call: Call[T]) -> T:
         return self.transport.send(call)
@@ -198,10 +204,15 @@ class Controller:
             hugepages=hugepages or None,
             **render_options(SpawnOptions, options),
         )
-        key = f"sdk-{secrets.token_hex(16)}" if idempotency_key is None else check_key(idempotency_key)
+        key = f"sdk-{os.urandom(16).hex()}" if idempotency_key is None else check_key(idempotency_key)
         takes_s = _SPAWN_S + _SPAWN_EACH_S * n
         call = post(list[api.SandboxInfo], "sandboxes", body=body, key=key, again=Again.SAFE, takes_s=takes_s)
         return self._send(call)
+
+    def cancel_spawn(self, idempotency_key: str) -> api.SpawnCancelled:
+        """Remove what the spawn with this key made; one that is still on its way is refused. Never spawns."""
+        headers = {"Idempotency-Key": check_key(idempotency_key)}
+        return self._send(Call(api.SpawnCancelled, "DELETE", (API, "spawns"), headers=headers, again=Again.SAFE))
 
     def list_sandboxes(
         self,
@@ -245,10 +256,10 @@ class Controller:
         return self._send(post(api.SandboxInfo, "sandboxes", sandbox_id, "resume", again=Again.SAFE))
 
     def set_sandbox_timeout(
-        self, sandbox_id: str, timeout_secs: float | None, on_timeout: str | None = None
+        self, sandbox_id: str, timeout_secs: float | None, on_timeout: str | None = None, *, extend: bool = False
     ) -> api.SandboxInfo:
-        """A deadline, counted from now; None takes it away."""
-        body = {"timeout_secs": timeout_secs, **drop_unset(on_timeout=on_timeout)}
+        """A deadline, counted from now; None takes it away. `extend`: a later one stays, and so does having none."""
+        body = {"timeout_secs": timeout_secs, **drop_unset(on_timeout=on_timeout, extend=extend or None)}
         return self._send(post(api.SandboxInfo, "sandboxes", sandbox_id, "timeout", body=body, again=Again.SAFE))
 
     def rename_sandbox(self, sandbox_id: str, name: str | None) -> api.SandboxInfo:
@@ -350,14 +361,14 @@ class Controller:
         path = ("sandboxes", sandbox_id, "processes", str(pid), "resize")
         self._send(post(NoneType, *path, body={"rows": rows, "cols": cols}, again=Again.SAFE))
 
-    def read_file(self, sandbox_id: str, path: str) -> bytes:
+    def read_file(self, sandbox_id: str, path: GuestPath) -> bytes:
         return self._send(_read_file(sandbox_id, path))
 
-    def read_file_stream(self, sandbox_id: str, path: str) -> Generator[bytes, None, None]:
+    def read_file_stream(self, sandbox_id: str, path: GuestPath) -> Generator[bytes, None, None]:
         return self.transport.download(_read_file(sandbox_id, path))
 
     def write_file(
-        self, sandbox_id: str, path: str, content: Data, mode: int | str | None = None, append: bool = False
+        self, sandbox_id: str, path: GuestPath, content: Data, mode: int | str | None = None, append: bool = False
     ) -> FileWritten:
         """`mode` as a number (0o644) or octal digits ("644"). The file appears when complete."""
         digits = f"{mode:o}" if isinstance(mode, int) else mode
@@ -366,31 +377,33 @@ class Controller:
             FileWritten,
             "PUT",
             (API, "sandboxes", sandbox_id, "files"),
-            query_of(path=path, mode=digits, append="true" if append else None),
+            query_of(path=path_text(path), mode=digits, append="true" if append else None),
             content=sent,
             # An iterator is empty the second time, and an append would be done twice.
             again=Again.SAFE if isinstance(sent, bytes) and not append else Again.UNSENT,
         )
         return self._send(call)
 
-    def remove_file(self, sandbox_id: str, path: str, recursive: bool = False) -> None:
-        query = query_of(path=path, recursive="true" if recursive else None)
+    def remove_file(self, sandbox_id: str, path: GuestPath, recursive: bool = False) -> None:
+        query = query_of(path=path_text(path), recursive="true" if recursive else None)
         self._send(delete("sandboxes", sandbox_id, "files", query=query))
 
-    def stat_file(self, sandbox_id: str, path: str) -> api.FileInfo:
-        return self._send(get(api.FileInfo, "sandboxes", sandbox_id, "files", "stat", query=query_of(path=path)))
+    def stat_file(self, sandbox_id: str, path: GuestPath) -> api.FileInfo:
+        route = ("sandboxes", sandbox_id, "files", "stat")
+        return self._send(get(api.FileInfo, *route, query=query_of(path=path_text(path))))
 
-    def list_files(self, sandbox_id: str, path: str) -> api.FileListing:
+    def list_files(self, sandbox_id: str, path: GuestPath) -> api.FileListing:
         route = ("sandboxes", sandbox_id, "files", "list")
-        return self._send(get(api.FileListing, *route, query=query_of(path=path)))
+        return self._send(get(api.FileListing, *route, query=query_of(path=path_text(path))))
 
-    def make_dir(self, sandbox_id: str, path: str, parents: bool = True) -> None:
+    def make_dir(self, sandbox_id: str, path: GuestPath, parents: bool = True) -> None:
         route = ("sandboxes", sandbox_id, "files", "mkdir")
         again = Again.SAFE if parents else Again.UNSENT
-        self._send(post(NoneType, *route, body={"path": path, "parents": parents}, again=again))
+        self._send(post(NoneType, *route, body={"path": path_text(path), "parents": parents}, again=again))
 
-    def rename_file(self, sandbox_id: str, path: str, to: str) -> None:
-        self._send(post(NoneType, "sandboxes", sandbox_id, "files", "rename", body={"path": path, "to": to}))
+    def rename_file(self, sandbox_id: str, path: GuestPath, to: GuestPath) -> None:
+        body = {"path": path_text(path), "to": path_text(to)}
+        self._send(post(NoneType, "sandboxes", sandbox_id, "files", "rename", body=body))
 
     def list_workspaces(self) -> list[api.WorkspaceInfo]:
         return self._send(get(list[api.WorkspaceInfo], "workspaces"))
@@ -425,5 +438,5 @@ class Controller:
         self._send(delete("workspaces", name))
 
 
-def _read_file(sandbox_id: str, path: str) -> Call[bytes]:
-    return get(bytes, "sandboxes", sandbox_id, "files", query=query_of(path=path))
+def _read_file(sandbox_id: str, path: GuestPath) -> Call[bytes]:
+    return get(bytes, "sandboxes", sandbox_id, "files", query=query_of(path=path_text(path)))

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import httpx
-
 from forkd import __version__
 from forkd.errors import HostLacks, InvalidInput
 from forkd.wire.endpoint import DEFAULT_URL, find_socket
@@ -25,6 +23,7 @@ class Endpoint:
     url: str  # without a final slash; of a socket what HTTP needs to be told
     socket: str | None = None
     token: str | None = field(default=None, repr=False)
+    startable: bool = False  # nobody named it: where no daemon answers, one may be started
 
     @property
     def name(self) -> str:
@@ -62,8 +61,8 @@ def find_endpoint(
     if url := base_url or environ.get("FORKD_URL"):
         return parse_endpoint(url, token)
     if has_unix_sockets() and (path := find_socket(environ)) is not None and _is_socket(path):
-        return Endpoint(_SOCKET_URL, str(path), token)
-    return Endpoint(DEFAULT_URL, None, token)
+        return Endpoint(_SOCKET_URL, str(path), token, startable=True)
+    return Endpoint(DEFAULT_URL, None, token, startable=True)
 
 
 def parse_endpoint(url: str, token: str | None = None) -> Endpoint:
@@ -74,6 +73,8 @@ def parse_endpoint(url: str, token: str | None = None) -> Endpoint:
         if not has_unix_sockets():
             raise HostLacks("This system has no unix sockets", hint="Use the daemon's http:// address in FORKD_URL")
         return Endpoint(_SOCKET_URL, path, token)
+    import httpx
+
     try:
         split = urlsplit(url)
         httpx.URL(url)  # stricter about hosts

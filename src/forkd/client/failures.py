@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Mapping
-
-import httpx
+from typing import TYPE_CHECKING
 
 from forkd import errors
-from forkd.client.retry import Fate, Outcome, fate_of
+from forkd.client.retry import Fate, fate_of
+
+if TYPE_CHECKING:
+    import httpx
+
+    from forkd.client.retry import Outcome
 
 _BODY_SHOWN = 200
 
@@ -36,11 +41,14 @@ _BY_STATUS: Mapping[int, type[errors.ForkdError]] = {
     501: errors.Unsupported,
 }
 _TLS_HINT = "Name the file of the authority that signed the daemon's certificate in SSL_CERT_FILE"
-# What the daemon says of a token is for those who write HTTP themselves.
+# What the daemon says of a token or of a document is for those who write HTTP themselves.
 _HINTS = {"unauthorized": "Set FORKD_TOKEN to a token made with: forkd token create"}
+_FOR_HTTP = "/openapi.json"
 
 
 def error_of(outcome: Outcome, *, name: str, url: str) -> errors.ForkdError:
+    import httpx
+
     if isinstance(outcome, httpx.Response):
         return error_of_answer(outcome)
     return error_of_transport(outcome, name=name, url=url)
@@ -62,7 +70,8 @@ def error_of_body(body: Mapping[str, object], *, status: int | None, url: str) -
     """From `{"error", "code", "hint", "details"}`, each of which may be missing or of a wrong type."""
     code, hint, details = (_text(body.get(key)) for key in ("code", "hint", "details"))
     kind = BY_CODE.get(code, errors.ForkdError) if code else _BY_STATUS.get(status or 0, errors.ForkdError)
-    error = kind(_text(body.get("error")) or "No reason given", hint=_HINTS.get(code or "", hint), details=details)
+    hint = None if hint and _FOR_HTTP in hint else _HINTS.get(code or "", hint)
+    error = kind(_text(body.get("error")) or "No reason given", hint=hint, details=details)
     if code:
         error.code = code
     error.status, error.body, error.url = status, dict(body), url
@@ -71,6 +80,8 @@ def error_of_body(body: Mapping[str, object], *, status: int | None, url: str) -
 
 def error_of_transport(error: httpx.HTTPError, *, name: str, url: str) -> errors.Unreachable:
     """`name` is the daemon's address for people."""
+    import httpx
+
     if isinstance(error, httpx.PoolTimeout):
         found = errors.Unreachable(
             f"No connection to {name} came free in time; nothing was sent",
@@ -91,8 +102,19 @@ def error_of_transport(error: httpx.HTTPError, *, name: str, url: str) -> errors
             f"The connection to {name} was lost: {_reason(error)}; whether the daemon did what was asked is unknown",
             hint="Look whether it runs with: forkd status",
         )
-    found.url = url
+    found.url, found.sent = url, fate_of(error) is not Fate.UNSENT
     return found
+
+
+def bad_certificates(error: OSError) -> errors.InvalidInput:
+    """What OpenSSL makes of SSL_CERT_FILE or SSL_CERT_DIR; its own words name neither the file nor the variable."""
+    name = next((each for each in ("SSL_CERT_FILE", "SSL_CERT_DIR") if os.environ.get(each)), None)
+    source = "The certificates of this system" if name is None else f"{name} ({os.environ[name]})"
+    reason = error.strerror if error.errno and error.strerror else _reason(error)
+    return errors.InvalidInput(
+        f"{source} cannot be used to check the daemon's certificate: {reason}",
+        hint=_TLS_HINT if name is None else f"Unset {name}, or let it name certificates in PEM form",
+    )
 
 
 def broken_off(url: str) -> errors.Unreachable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
@@ -45,6 +45,12 @@ class OutputPiece(NamedTuple):
 
 def piece_of(message: OutputMessage) -> OutputPiece:
     return OutputPiece(stderr=message) if message.error else OutputPiece(stdout=message)
+
+
+def exit_code_of(end: Mapping[str, Any]) -> int:
+    """Negative: killed by that signal."""
+    code, signal = end.get("exit_code"), end.get("signal")
+    return code if isinstance(code, int) else -int(signal or 0)
 
 
 async def async_deliver(message: OutputMessage, on_stdout: Callback | None, on_stderr: Callback | None) -> None:
@@ -102,8 +108,7 @@ class Collector:
         """Negative: killed by that signal."""
         if self.exit is None:
             raise Conflict("The command was not followed to its end", hint="Call wait() to read on from what is kept")
-        code, signal = self.exit.get("exit_code"), self.exit.get("signal")
-        return code if isinstance(code, int) else -int(signal or 0)
+        return exit_code_of(self.exit)
 
     def feed(self, event: StreamEvent) -> list[OutputMessage]:
         if event.kind in self._texts:

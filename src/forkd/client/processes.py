@@ -13,6 +13,7 @@ from typing import Literal, Self, Unpack, overload
 from forkd.client.arguments import (
     BackgroundOptions,
     CommandSpec,
+    GuestPath,
     RunOptions,
     background_limit,
     encode,
@@ -20,10 +21,19 @@ from forkd.client.arguments import (
     spec_of,
 )
 from forkd.client.controller import Controller
-from forkd.client.output import Callback, Collector, OutputMessage, OutputPiece, deliver, piece_of
+from forkd.client.output import (
+    Callback,
+    Collector,
+    OutputMessage,
+    OutputPiece,
+    deliver,
+    exit_code_of,
+    piece_of,
+)
 from forkd.client.results import CommandResult, Process, result_of
 from forkd.client.stream import StreamEvent
 from forkd.errors import Conflict, ForkdError, GuestDied, InvalidInput, NotFound, NotRunning
+from forkd.wire.api import ProcessInfo
 
 MAX_STDIN_BYTES = 512 * 1024  # of one request
 _SIGKILL = 9
@@ -51,6 +61,7 @@ class ProcessHandle:
         self._sandbox_id = sandbox_id
         self._collector = Collector()
         self._open: Generator[StreamEvent, None, None] | None = None
+        self._ended: ProcessInfo | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(pid={self.pid}, sandbox={self._sandbox_id!r})"
@@ -61,13 +72,24 @@ class ProcessHandle:
     def __exit__(self, *raised: object) -> None:
         """What still runs is killed."""
         self.disconnect()
-        if self._collector.exit is None:
+        if self.exit_code is None:
             self.kill()
 
     @property
     def exit_code(self) -> int | None:
-        """None while its end has not been seen, by `wait` or by reading to the end."""
-        return None if self._collector.exit is None else self._collector.exit_code
+        """As last seen: by `poll`, by `wait`, or by reading to the end. None until then; it asks nobody."""
+        if self._collector.exit is not None:
+            return self._collector.exit_code
+        return None if self._ended is None else exit_code_of(self._ended)
+
+    def poll(self) -> int | None:
+        """Ask whether it has ended: its exit code, None while it runs. Reads none of its output."""
+        if self._collector.exit is None:
+            info = self._controller.get_process(self._sandbox_id, self.pid)
+            if info["running"]:
+                return None
+            self._ended = info
+        return self.exit_code
 
     def kill(self) -> bool:
         """SIGKILL, to it and what it started. False when it had ended, or its sandbox had."""
@@ -197,7 +219,7 @@ class Commands:
         background: bool = False,
         envs: Mapping[str, str] | None = None,
         user: str | int | None = None,
-        cwd: str | None = None,
+        cwd: GuestPath | None = None,
         on_stdout: Callback | None = None,
         on_stderr: Callback | None = None,
         stdin: str | bool | None = None,
@@ -264,7 +286,7 @@ class Pty:
         *,
         cmd: str | Sequence[str] | None = None,
         user: str | int | None = None,
-        cwd: str | None = None,
+        cwd: GuestPath | None = None,
         envs: Mapping[str, str] | None = None,
         timeout: float | None = None,
     ) -> PtyHandle:

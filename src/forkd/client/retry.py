@@ -6,18 +6,19 @@ import enum
 import random
 import time
 from dataclasses import dataclass
-from typing import Any
-
-import httpx
+from typing import TYPE_CHECKING, Any
 
 from forkd.client.call import Again, Call
+
+if TYPE_CHECKING:
+    import httpx
+
+    Outcome = httpx.Response | httpx.HTTPError
 
 MAX_ATTEMPTS = 4
 MAX_TOTAL_S = 20.0  # from the first attempt; past it no new one is begun
 FIRST_WAIT_S = 0.1
 MAX_WAIT_S = 2.0
-
-Outcome = httpx.Response | httpx.HTTPError
 
 
 class Fate(enum.Enum):
@@ -44,10 +45,19 @@ class Attempts:
         self._started = time.monotonic()
         self._number = 1
         self._may_have_arrived = False
+        self._found_nobody = False
 
     def is_success(self, response: httpx.Response) -> bool:
         deleted_before = response.status_code == 404 and self._call.gone_is_done and self._may_have_arrived
         return response.is_success or deleted_before
+
+    def finds_nobody(self, outcome: Outcome) -> bool:
+        """The first time that nobody listens there. Who only wants to know whether somebody does gets that answer."""
+        import httpx
+
+        nobody = isinstance(outcome, httpx.ConnectError) and not self._call.probe and not self._found_nobody
+        self._found_nobody = self._found_nobody or nobody
+        return nobody
 
     def next_wait(self, outcome: Outcome) -> float | None:
         """Seconds until the next attempt, None to give up."""
@@ -62,6 +72,8 @@ class Attempts:
 
 
 def classify(outcome: Outcome) -> Failure:
+    import httpx
+
     if not isinstance(outcome, httpx.Response):
         return Failure(fate_of(outcome))
     retry_after_s = parse_retry_after(outcome.headers.get("retry-after"))
@@ -71,6 +83,8 @@ def classify(outcome: Outcome) -> Failure:
 
 
 def fate_of(error: httpx.HTTPError) -> Fate:
+    import httpx
+
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout):
         return Fate.UNSENT
     return Fate.SLOW if isinstance(error, httpx.TimeoutException) else Fate.LOST

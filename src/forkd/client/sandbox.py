@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, Self, Unpack, overload
@@ -12,18 +13,24 @@ from typing import Any, Literal, Self, Unpack, overload
 from forkd.client.arguments import (
     COMMAND_TIMEOUT_S,
     Data,
+    GuestPath,
     SandboxOptions,
     check_format,
+    check_lifetime,
     choose_tag,
+    code_limit,
     decode_file,
     guest_path,
     port_of,
 )
 from forkd.client.controller import Controller
+from forkd.client.lifetime import DEFAULT_LIFETIME_S, Lifetime
 from forkd.client.output import Callback
 from forkd.client.processes import Commands, Pty, follow
+from forkd.client.renewal import Renewal
 from forkd.client.results import EntryInfo, Execution, WriteInfo, execution_of, repr_of, value_of
 from forkd.client.shared import Opening, lease_controller, leased, release_controller
+from forkd.client.spawn import Sandboxes, spawn
 from forkd.errors import ForkdError, InvalidInput, NotFound
 from forkd.wire.api import FileInfo, PingResponse, SandboxInfo
 
@@ -38,22 +45,24 @@ class Files:
         self._id = sandbox_id
 
     @overload
-    def read(self, path: str, format: Literal["text"] = "text") -> str: ...
+    def read(self, path: GuestPath, format: Literal["text"] = "text") -> str: ...
 
     @overload
-    def read(self, path: str, format: Literal["bytes"]) -> bytes: ...
+    def read(self, path: GuestPath, format: Literal["bytes"]) -> bytes: ...
 
     @overload
-    def read(self, path: str, format: Literal["stream"]) -> Iterator[bytes]: ...
+    def read(self, path: GuestPath, format: Literal["stream"]) -> Iterator[bytes]: ...
 
-    def read(self, path: str, format: Literal["text", "bytes", "stream"] = "text") -> str | bytes | Iterator[bytes]:
+    def read(
+        self, path: GuestPath, format: Literal["text", "bytes", "stream"] = "text"
+    ) -> str | bytes | Iterator[bytes]:
         """`stream` is an iterator over pieces, for files that are not to be held in memory."""
         if check_format(format) == "stream":
             return self._controller.read_file_stream(self._id, guest_path(path))
         data = self._controller.read_file(self._id, guest_path(path))
         return decode_file(data, path) if format == "text" else data
 
-    def write(self, path: str, data: Data, *, mode: int | str | None = None, append: bool = False) -> WriteInfo:
+    def write(self, path: GuestPath, data: Data, *, mode: int | str | None = None, append: bool = False) -> WriteInfo:
         """Text, bytes, an open file, or an iterator of either. Directories are made; the file appears when complete."""
         return WriteInfo.of(self._controller.write_file(self._id, guest_path(path), data, mode, append))
 
@@ -61,16 +70,16 @@ class Files:
         """Several, each `{"path": …, "data": …}`, one after the other."""
         return [self.write(entry["path"], entry["data"]) for entry in entries]
 
-    def list(self, path: str = ".") -> builtins.list[EntryInfo]:
+    def list(self, path: GuestPath = ".") -> builtins.list[EntryInfo]:
         listing = self._controller.list_files(self._id, guest_path(path))
         if listing["truncated"]:
             raise InvalidInput(f"{path} has more entries than are listed", hint="List it with: commands.run('ls …')")
         return [EntryInfo.of(entry) for entry in listing["entries"]]
 
-    def exists(self, path: str) -> bool:
+    def exists(self, path: GuestPath) -> bool:
         return self._find(path) is not None
 
-    def _find(self, path: str) -> FileInfo | None:
+    def _find(self, path: GuestPath) -> FileInfo | None:
         try:
             return self._controller.stat_file(self._id, guest_path(path))
         except ForkdError as error:
@@ -79,18 +88,18 @@ class Files:
             self._controller.get_sandbox(self._id)  # raises when it is the sandbox that does not exist
             return None
 
-    def get_info(self, path: str) -> EntryInfo:
+    def get_info(self, path: GuestPath) -> EntryInfo:
         return EntryInfo.of(self._controller.stat_file(self._id, guest_path(path)))
 
-    def remove(self, path: str) -> None:
+    def remove(self, path: GuestPath) -> None:
         """A directory with all that is in it."""
         self._controller.remove_file(self._id, guest_path(path), True)
 
-    def rename(self, old_path: str, new_path: str) -> EntryInfo:
+    def rename(self, old_path: GuestPath, new_path: GuestPath) -> EntryInfo:
         self._controller.rename_file(self._id, guest_path(old_path), guest_path(new_path))
         return self.get_info(new_path)
 
-    def make_dir(self, path: str) -> bool:
+    def make_dir(self, path: GuestPath) -> bool:
         """With its parents. False when it existed."""
         found = self._find(path)
         if found is not None and found["type"] == "dir":
@@ -127,9 +136,10 @@ class Sandbox(Opening):
             self._opens(partial(self._find, controller, target or os.environ.get("FORKD_TARGET"), timeout))
 
     def _fork(self, controller: Controller | None, tag: str, port: int | None, timeout: float) -> None:
-        with leased(controller) as used:
-            made = used.spawn_sandboxes(tag, agent_port=port)
-            self._attach(used, made[0], timeout, leased=controller is None)
+        leased = controller is None
+        spawn(
+            controller, tag, 1, lambda used, info, _: self._attach(used, info, timeout, leased=leased), agent_port=port
+        )
 
     def _find(self, controller: Controller | None, target: str | None, timeout: float) -> None:
         if not target:
@@ -147,33 +157,69 @@ class Sandbox(Opening):
     def create(
         cls,
         tag: str | None = None,
-        timeout: float | None = None,
+        timeout: float | None = DEFAULT_LIFETIME_S,
         *,
         envs: Mapping[str, str] | None = None,
         memory_limit_mib: int | None = None,
         controller: Controller | None = None,
         **options: Unpack[SandboxOptions],
     ) -> Self:
-        """Fork one. `timeout` is how long it may live, in seconds, as with E2B; None: until it is killed.
+        """Fork one. `timeout` is how long it may live, in seconds; None: until it is killed.
 
-        `envs` is for its commands and code. A limit that the daemon's host cannot enforce is refused with Unsupported.
+        Without `timeout` it lives 300 s from its last use through this object. `envs` is for its commands and code. A
+        limit that the daemon's host cannot enforce is refused with Unsupported.
         """
-        with leased(controller) as used:
-            made = used.spawn_sandboxes(
-                choose_tag(tag), memory_limit_mib=memory_limit_mib, timeout_secs=timeout, env=envs, **options
-            )
-            return cls.__new__(cls)._attach(used, made[0], EVAL_TIMEOUT_S, leased=controller is None)
+        made = cls.create_many(
+            tag, 1, timeout, envs=envs, memory_limit_mib=memory_limit_mib, controller=controller, **options
+        )
+        return made[0]
 
     @classmethod
-    def connect(cls, sandbox_id: str, timeout: float | None = None, *, controller: Controller | None = None) -> Self:
-        """One that exists; a paused one is resumed. `timeout` sets how long it may live from now."""
+    def create_many(
+        cls,
+        tag: str | None,
+        n: int,
+        timeout: float | None = DEFAULT_LIFETIME_S,
+        *,
+        envs: Mapping[str, str] | None = None,
+        memory_limit_mib: int | None = None,
+        controller: Controller | None = None,
+        **options: Unpack[SandboxOptions],
+    ) -> Sandboxes[Self]:
+        """Fork `n` with one request: all or none. A list; in a `with` block all are killed at the end.
+
+        The rest as with `create`. Without `timeout` the use of one keeps all of them alive.
+        """
+        leased = controller is None
+        return spawn(
+            controller,
+            choose_tag(tag),
+            n,
+            lambda used, info, renewal: cls.__new__(cls)._attach(used, info, EVAL_TIMEOUT_S, renewal, leased=leased),
+            memory_limit_mib=memory_limit_mib,
+            timeout_secs=check_lifetime(timeout),
+            env=envs,
+            **options,
+        )
+
+    @classmethod
+    def connect(
+        cls, sandbox_id: str, timeout: float | None = DEFAULT_LIFETIME_S, *, controller: Controller | None = None
+    ) -> Self:
+        """One that exists; a paused one is resumed.
+
+        `timeout` is how long it may live from now, at least: a life is never made shorter by this. Without `timeout`
+        these are 300 s from its last use; None leaves its life as it is.
+        """
+        check_lifetime(timeout)
         with leased(controller) as used:
             info = used.get_sandbox(sandbox_id)
             if info["state"] == "paused":
                 info = used.resume_sandbox(sandbox_id)
-            if timeout is not None:
-                info = used.set_sandbox_timeout(sandbox_id, timeout)
-            return cls.__new__(cls)._attach(used, info, EVAL_TIMEOUT_S, leased=controller is None)
+            renewal = Renewal(used, {info["id"]}, Lifetime(timeout, time.monotonic()))
+            if timeout is not None and info["deadline_unix"] is not None:
+                info = used.set_sandbox_timeout(sandbox_id, timeout, extend=True)
+            return cls.__new__(cls)._attach(used, info, EVAL_TIMEOUT_S, renewal, leased=controller is None)
 
     @classmethod
     def list(
@@ -189,8 +235,20 @@ class Sandbox(Opening):
         with leased(controller) as used:
             return used.list_sandboxes(state=state, snapshot_tag=snapshot_tag, labels=labels, metadata=metadata)
 
-    def _attach(self, controller: Controller, info: SandboxInfo, timeout: float, *, leased: bool) -> Self:
+    def _attach(
+        self,
+        controller: Controller,
+        info: SandboxInfo,
+        timeout: float,
+        renewal: Renewal | None = None,
+        *,
+        leased: bool,
+    ) -> Self:
         self._lease = lease_controller(controller) if leased else None
+        self._renewal = renewal
+        self._plain = controller  # for calls that do not use the sandbox
+        if renewal is not None:
+            controller = Controller.over(controller.transport.renewing(renewal))
         self._controller = controller
         self._timeout, self._id, self._tag = timeout, info["id"], info["snapshot_tag"]
         self.commands = Commands(controller, self._id)
@@ -234,8 +292,14 @@ class Sandbox(Opening):
         return self._controller.ping_sandbox(self._id)
 
     def set_timeout(self, timeout: float | None, on_timeout: str | None = None) -> SandboxInfo:
-        """How long it may live, in seconds from now; None: until it is killed."""
-        return self._controller.set_sandbox_timeout(self._id, timeout, on_timeout)
+        """How long it may live, in seconds from now; None: until it is killed. From then on use does not extend it."""
+        info = self._plain.set_sandbox_timeout(self._id, check_lifetime(timeout), on_timeout)
+        self._stop_renewing()
+        return info
+
+    def _stop_renewing(self) -> None:
+        if self._renewal is not None:
+            self._renewal.release(self._id)
 
     def rename(self, name: str | None) -> SandboxInfo:
         """A name that can be used in place of the id, unique in its home; None takes it away."""
@@ -249,8 +313,9 @@ class Sandbox(Opening):
 
     def kill(self) -> bool:
         """False when it was gone already."""
+        self._stop_renewing()
         try:
-            self._controller.kill_sandbox(self._id)
+            self._plain.kill_sandbox(self._id)
         except NotFound:
             return False
         finally:
@@ -271,22 +336,26 @@ class Sandbox(Opening):
 
         When they cannot be forked the branch is deleted. An engine that cannot branch raises Unsupported.
         """
+        new, leased = type(self).__new__, self._lease is not None
         branch = self._controller.branch_sandbox(self._id)
         try:
-            made = self._controller.spawn_sandboxes(branch["tag"], count)
+            return spawn(
+                self._plain,
+                branch["tag"],
+                count,
+                lambda used, info, _: new(type(self))._attach(used, info, self._timeout, leased=leased),
+            )
         except ForkdError:
             self._controller.delete_snapshot(branch["tag"])
             raise
-        new, leased = type(self).__new__, self._lease is not None
-        return [new(type(self))._attach(self._controller, info, self._timeout, leased=leased) for info in made]
 
     def eval(self, code: str, timeout: float | None = None) -> str:
         """The repr of the last expression, "None" when there is none; what the code raised becomes EvalFailed."""
-        return repr_of(self._controller.eval_code(self._id, code, timeout or self._timeout))
+        return repr_of(self._controller.eval_code(self._id, code, code_limit(timeout, self._timeout)))
 
     def eval_value(self, code: str, timeout: float | None = None) -> Any:
         """The value of the last expression itself, when JSON has such values."""
-        return value_of(self._controller.eval_code(self._id, code, timeout or self._timeout))
+        return value_of(self._controller.eval_code(self._id, code, code_limit(timeout, self._timeout)))
 
     def run_code(
         self,
@@ -296,7 +365,7 @@ class Sandbox(Opening):
         timeout: float | None = None,
     ) -> Execution:
         """Results, output and the error if any, none of which is raised. Names stay defined for the next call."""
-        limit_s = timeout or COMMAND_TIMEOUT_S
+        limit_s = code_limit(timeout, COMMAND_TIMEOUT_S)
         if on_stdout is None and on_stderr is None:
             return execution_of(self._controller.eval_code(self._id, code, limit_s))
         events = self._controller.eval_stream(self._id, code, limit_s)

@@ -6,18 +6,21 @@ asynchronous client one per event loop.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from forkd.client.async_controller import AsyncController
 from forkd.client.controller import Controller
 from forkd.client.endpoint import Endpoint, find_endpoint
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from forkd.client.async_controller import AsyncController
 
 _lock = threading.Lock()
 # By process too: after a fork the sockets of the parent are not the child's to use.
@@ -77,6 +80,10 @@ _leases: dict[tuple[Endpoint, asyncio.AbstractEventLoop], _Lease] = {}
 
 def async_lease_controller(controller: AsyncController | None = None) -> AsyncController:
     """The running loop's, for what the environment says now or where `controller` is; give it back when done."""
+    import asyncio  # here and below: the synchronous client does not pay for it
+
+    from forkd.client.async_controller import AsyncController
+
     endpoint = find_endpoint() if controller is None else controller.transport.endpoint
     key = (endpoint, asyncio.get_running_loop())
     with _lock:

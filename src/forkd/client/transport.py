@@ -7,14 +7,11 @@ The asynchronous one is for the event loop it is first used in; the synchronous 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
-from typing import Any, TypeVar
-
-import httpx
+from collections.abc import Generator
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from forkd.client.call import (
-    LIMITS,
     Call,
     choose_stream_timeout,
     choose_timeout,
@@ -24,65 +21,84 @@ from forkd.client.call import (
 )
 from forkd.client.endpoint import Endpoint
 from forkd.client.failures import close_refused, error_of, error_of_transport
-from forkd.client.retry import Attempts, Outcome
+from forkd.client.pool import Pool
+from forkd.client.renewal import Renewal
+from forkd.client.retry import Attempts
 from forkd.client.stream import EventReader, OutputReader, Reader, StreamEvent
 from forkd.wire.api import Event
+
+if TYPE_CHECKING:
+    import httpx
+
+    from forkd.client.retry import Outcome
 
 T = TypeVar("T")
 
 
 class Transport:
-    def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
-        self.endpoint = endpoint
+    def __init__(self, pool: Pool, timeout_s: float, renewal: Renewal | None = None) -> None:
+        self._pool = pool
         self._timeout_s = timeout_s
-        self._client = _open_client(endpoint)
-        self._closed = False
+        self._renewal = renewal
+
+    @classmethod
+    def to(cls, endpoint: Endpoint, timeout_s: float) -> Self:
+        return cls(Pool(endpoint), timeout_s)
+
+    def renewing(self, renewal: Renewal) -> Transport:
+        """The same connections; each call says that it uses something."""
+        return Transport(self._pool, self._timeout_s, renewal)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """What was asked for."""
+        return self._pool.endpoint
+
+    @property
+    def place(self) -> Endpoint:
+        """Where the daemon is."""
+        return self._pool.place
 
     def send(self, call: Call[T]) -> T:
         return read_answer(call, self.exchange(call))
 
     def exchange(self, call: Call[Any]) -> httpx.Response:
         """The answer as it came; an error is raised."""
-        with self._used() as client:
+        with self._pool.used() as client:
             return self._exchange(client, call, choose_timeout(call, self._timeout_s))
 
     def output(self, call: Call[StreamEvent]) -> Generator[StreamEvent, None, None]:
-        return self._events(call, OutputReader(self.endpoint.name))
+        return self._events(call, OutputReader(self.place.name))
 
     def events(self, call: Call[Event]) -> Generator[Event, None, None]:
-        return self._events(call, EventReader(self.endpoint.name))
+        return self._events(call, EventReader(self.place.name))
 
     def download(self, call: Call[bytes]) -> Generator[bytes, None, None]:
         return self._chunks(call, choose_timeout(call, self._timeout_s))
 
     def close(self) -> None:
-        self._closed = True
-        self._client.close()
-
-    @contextmanager
-    def _used(self) -> Iterator[httpx.Client]:
-        """The pool; after its end one for this call alone: a sandbox that was killed may still be asked how it is."""
-        if not self._closed:
-            yield self._client
-            return
-        with _open_client(self.endpoint) as client:
-            yield client
+        self._pool.close()
 
     def _exchange(
         self, client: httpx.Client, call: Call[Any], timeout: httpx.Timeout, *, stream: bool = False
     ) -> httpx.Response:
-        url = self.endpoint.url + render_target(call)
+        if self._renewal is not None:
+            self._renewal.use(call.takes_s)
+        target = render_target(call)
         content, headers = render_body(call)
         attempts = Attempts(call)
         while True:
+            url = self.place.url + target
             request = client.build_request(call.method, url, content=content, headers=headers, timeout=timeout)
             outcome = _attempt(client, request, stream=stream)
-            if isinstance(outcome, httpx.Response) and attempts.is_success(outcome):
+            if not isinstance(outcome, Exception) and attempts.is_success(outcome):
                 return outcome
+            if attempts.finds_nobody(outcome) and (started := self._pool.start_daemon()) is not None:
+                client = started
+                continue
             wait_s = attempts.next_wait(outcome)
             if wait_s is None:
-                error = error_of(outcome, name=self.endpoint.name, url=url)
-                raise error from (outcome if isinstance(outcome, Exception) else None)
+                raise error_of(outcome, name=self.place.name, url=url) from None
             time.sleep(wait_s)
 
     def _events(self, call: Call[Any], reader: Reader[T]) -> Generator[T, None, None]:
@@ -92,17 +108,24 @@ class Transport:
         reader.finish()
 
     def _chunks(self, call: Call[Any], timeout: httpx.Timeout) -> Generator[bytes, None, None]:
-        with self._used() as client:
+        import httpx
+
+        with self._pool.used() as client:
             response = self._exchange(client, call, timeout, stream=True)
             with closing(response):
                 try:
-                    yield from response.iter_bytes()
+                    for chunk in response.iter_bytes():
+                        if self._renewal is not None:
+                            self._renewal.use()
+                        yield chunk
                 except httpx.HTTPError as error:
-                    raise error_of_transport(error, name=self.endpoint.name, url=str(response.url)) from error
+                    raise error_of_transport(error, name=self.place.name, url=str(response.url)) from None
 
 
 def _attempt(client: httpx.Client, request: httpx.Request, *, stream: bool) -> Outcome:
     """What came of it; a stream that succeeds is left open."""
+    import httpx
+
     try:
         response = client.send(request, stream=stream)
         if not (stream and response.is_success):
@@ -113,11 +136,3 @@ def _attempt(client: httpx.Client, request: httpx.Request, *, stream: bool) -> O
         if isinstance(error, httpx.ConnectError):
             close_refused(error)
         return error
-
-
-def _open_client(endpoint: Endpoint) -> httpx.Client:
-    transport = None  # httpx chooses one, and looks for proxies in the environment
-    if endpoint.is_local:
-        # Without TLS no certificates are needed, and reading them takes longer than a fork.
-        transport = httpx.HTTPTransport(uds=endpoint.socket, verify=endpoint.is_tls, limits=LIMITS)
-    return httpx.Client(transport=transport, limits=LIMITS, headers=endpoint.headers)
