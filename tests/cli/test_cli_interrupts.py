@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from cli_cases import Cli, Running, handlers_kept
 from support_processes import wait_until
+from support_recording import Drop, Reply, Seen, answering
 
 from bench.served import find_free_port
 from forkd.cli.interrupts import Interrupts, run_async
@@ -51,6 +53,26 @@ def test_a_signal_before_anything_was_asked_for_leaves_nothing(warm: Cli, delay_
     process.finish(signal.SIGTERM)
     assert process.returncode in (143, -signal.SIGTERM, 0)
     assert len(warm.ids()) == (1 if process.returncode == 0 else 0)
+
+
+def test_undoing_a_fork_spawns_nothing(warm: Cli) -> None:
+    undone = threading.Event()
+
+    def answer(seen: Seen) -> Reply | Drop:
+        if seen.method == "POST":
+            undone.wait(20)
+            return Drop()
+        undone.set()
+        return Reply(200, {"removed": []})
+
+    with answering(answer) as server:
+        process = warm.start("fork", "warm", "--url", server.url)
+        wait_until(lambda: bool(server.seen))
+        process.finish(signal.SIGINT)
+    assert process.returncode == 130
+    asked, undo = server.seen
+    assert (asked.method, undo.method, undo.target) == ("POST", "DELETE", "/v1/spawns")
+    assert asked.headers["Idempotency-Key"] == undo.headers["Idempotency-Key"]
 
 
 @pytest.mark.parametrize(("number", "code"), SIGNALS)

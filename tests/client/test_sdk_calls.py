@@ -313,6 +313,21 @@ def test_the_tag_comes_from_argument_environment_or_custom() -> None:
     assert choose_tag(None, {}) == "pyagent"
 
 
+def test_wrong_values_are_named_as_the_sdk_names_them() -> None:
+    controller, calls = controlled()
+    with pytest.raises(InvalidInput, match=r"^tag must be the name of a snapshot, got 7$"):
+        Sandbox.create(7, controller=controller)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match=r"^envs must have text values, got 'A': int$"):
+        Sandbox.create("t", envs={"A": 1}, controller=controller)  # type: ignore[dict-item]
+    with pytest.raises(InvalidInput, match=r"^envs must have text values"):
+        Commands(controller, "s").run("true", envs={"A": 1})  # type: ignore[dict-item]
+    with pytest.raises(InvalidInput, match=r"^timeout must be above 0"):
+        Sandbox.create("t", timeout=-1, controller=controller)
+    with pytest.raises(InvalidInput, match=r"^timeout must be between 0 and 86400 seconds, got -1$"):
+        Commands(controller, "s").run("true", timeout=-1)
+    assert calls == []
+
+
 @pytest.mark.parametrize("target", ["10.42.0.2:8888", "127.0.0.1", "127.0.0.1:x", ":1"])
 def test_a_sandbox_is_not_put_at_an_address_of_elsewhere(target: str) -> None:
     with pytest.raises(InvalidInput):

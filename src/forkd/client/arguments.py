@@ -84,7 +84,8 @@ def spec_of(
 ) -> CommandSpec:
     """A text is a line of shell."""
     args, shell = (None, cmd) if isinstance(cmd, str) else (list(cmd), None)
-    return {"args": args, "shell": shell, "cwd": None if cwd is None else guest_path(cwd), "env": envs, "user": user}
+    path = None if cwd is None else guest_path(cwd)
+    return {"args": args, "shell": shell, "cwd": path, "env": check_envs(envs), "user": user}
 
 
 def foreground_limit(timeout: float | None) -> float:
@@ -168,7 +169,17 @@ def check_key(key: str) -> str:
     return key
 
 
+def check_envs(envs: Mapping[str, str] | None) -> Mapping[str, str] | None:
+    """Here, because the API has another name for them."""
+    for name, value in (envs or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise InvalidInput(f"envs must have text values, got {ascii(name)[:70]}: {type(value).__name__}")
+    return envs
+
+
 def choose_tag(tag: str | None, environ: Mapping[str, str] = os.environ) -> str:
+    if tag is not None and not isinstance(tag, str):
+        raise InvalidInput(f"tag must be the name of a snapshot, got {tag!a}")
     return tag or environ.get("FORKD_TAG") or DEFAULT_TAG
 
 

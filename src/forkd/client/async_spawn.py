@@ -39,11 +39,12 @@ class AsyncSandboxes(list[S]):
     async def kill(self) -> int:
         """All of them; how many were still there."""
         try:
-            removed = len((await self._controller.cancel_spawn(self._key))["removed"])
+            removed = set((await self._controller.cancel_spawn(self._key))["removed"])
+            # After a day the daemon forgets what it made under which key.
+            others = [await sandbox.kill() for sandbox in self if sandbox.id not in removed]
         finally:
             await self.close()
-        # After a day the daemon forgets what it made under which key.
-        return removed + (sum([await sandbox.kill() for sandbox in self]) if removed < len(self) else 0)
+        return len(removed) + sum(others)
 
     async def close(self) -> None:
         """Let go of them without killing them."""

@@ -15,6 +15,7 @@ from forkd.client.arguments import (
     Data,
     GuestPath,
     SandboxOptions,
+    check_envs,
     check_format,
     check_lifetime,
     choose_tag,
@@ -198,7 +199,7 @@ class Sandbox(Opening):
             lambda used, info, renewal: cls.__new__(cls)._attach(used, info, EVAL_TIMEOUT_S, renewal, leased=leased),
             memory_limit_mib=memory_limit_mib,
             timeout_secs=check_lifetime(timeout),
-            env=envs,
+            env=check_envs(envs),
             **options,
         )
 

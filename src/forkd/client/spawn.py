@@ -40,11 +40,12 @@ class Sandboxes(list[S]):
     def kill(self) -> int:
         """All of them; how many were still there."""
         try:
-            removed = len((self._controller.cancel_spawn(self._key))["removed"])
+            removed = set((self._controller.cancel_spawn(self._key))["removed"])
+            # After a day the daemon forgets what it made under which key.
+            others = [sandbox.kill() for sandbox in self if sandbox.id not in removed]
         finally:
             self.close()
-        # After a day the daemon forgets what it made under which key.
-        return removed + (sum([sandbox.kill() for sandbox in self]) if removed < len(self) else 0)
+        return len(removed) + sum(others)
 
     def close(self) -> None:
         """Let go of them without killing them."""
