@@ -52,12 +52,19 @@ def test_a_signal_at_any_moment_of_a_spawn_leaves_no_sandbox(daemon: Controller,
     assert daemon.list_sandboxes() == []
 
 
-def test_a_program_that_ends_by_a_signal_leaves_no_sandbox(daemon: Controller) -> None:
+@pytest.mark.parametrize(
+    "spawn",
+    [
+        "Sandbox.create_many('python', 8); time.sleep(60)",
+        "asyncio.run(AsyncSandbox.create_many('python', 8)); time.sleep(60)",
+    ],
+)
+def test_a_program_that_ends_by_a_signal_leaves_no_sandbox(daemon: Controller, spawn: str) -> None:
     """The handler is Python's own, and a second signal comes while the first is cleaned up after."""
     code = (
-        "import os, signal, threading\nfrom forkd import Sandbox\nSandbox.create('python').kill()\n"
-        "for after in (0.005, 0.01): threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
-        "Sandbox.create_many('python', 8)\nimport time; time.sleep(60)"
+        "import asyncio, os, signal, threading, time\nfrom forkd import AsyncSandbox, Sandbox\n"
+        "Sandbox.create('python').kill()\n"
+        "for after in (0.02, 0.03): threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)).start()\n" + spawn
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0 and "KeyboardInterrupt" in done.stderr

@@ -1,10 +1,11 @@
 """Sandboxes of the SDK end by themselves: 300 s after their last use, unless whoever makes them says otherwise."""
 
 import time
+from collections.abc import Iterator
 
 import pytest
 from sdk_daemon import TAG
-from support_recording import Reply, recording
+from support_recording import Pieces, Reply, Seen, answering, recording
 
 from forkd import AsyncSandbox, Controller, NotFound, Sandbox, Unreachable
 from forkd.client.lifetime import DEFAULT_LIFETIME_S, Lifetime, SinceUse
@@ -43,6 +44,33 @@ def test_use_asks_for_more_time_once_and_for_all_that_were_made_together() -> No
     assert {seen.target for seen in asked} == {"/v1/sandboxes/sb-1/timeout", "/v1/sandboxes/sb-2/timeout"}
     assert asked[0].json == {"timeout_secs": 300, "extend": True}
     assert [seen.target for seen in pings] == ["/v1/sandboxes/sb-1/ping"] * 3
+
+
+def test_an_upload_and_a_stream_are_use_as_long_as_they_last() -> None:
+    lifetime = Lifetime(SinceUse(300), time.monotonic())
+
+    def pieces() -> Iterator[bytes]:
+        yield b"a"
+        lifetime.extend(time.monotonic(), 0)
+        yield b"b"
+
+    stream = Pieces((b'event: start\ndata: {"pid": 7}\n\n', b'event: exit\ndata: {"exit_code": 0}\n\n'))
+
+    def answer(seen: Seen) -> Reply | Pieces:
+        return stream if seen.target.endswith("/output") else Reply(200, {})
+
+    with answering(answer) as server, Controller(server.url) as plain:
+        renewal = Renewal(plain, {"sb-1"}, lifetime)
+        controller = Controller.over(plain.transport.renewing(renewal))
+        controller.write_file("sb-1", "/f", pieces())
+        events = controller.process_output("sb-1", 7)
+        assert next(events).kind == "start"
+        lifetime.extend(time.monotonic(), 0)
+        assert next(events).kind == "exit"
+        events.close()
+    targets = [seen.target.rpartition("/")[2] for seen in server.seen]
+    assert sorted(targets) == ["files?path=%2Ff", "output", "timeout", "timeout"]
+    assert {seen.body for seen in server.seen if seen.method == "PUT"} == {b"ab"}
 
 
 def test_a_sandbox_that_has_ended_is_not_asked_for_again() -> None:

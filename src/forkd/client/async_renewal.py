@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterable, AsyncIterator
 from typing import TYPE_CHECKING
 
 from forkd.client.lifetime import Lifetime
@@ -40,3 +41,9 @@ class AsyncRenewal:
             except ForkdError:
                 self._lifetime.extend(now, 0.0)  # what is wrong is said by the call that is made next
                 return
+
+    async def while_sent(self, content: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+        """An upload may take longer than a lifetime."""
+        async for piece in content:
+            await self.use()
+            yield piece

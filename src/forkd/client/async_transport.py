@@ -6,7 +6,7 @@ The asynchronous one is for the event loop it is first used in; the synchronous 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -81,10 +81,12 @@ class AsyncTransport:
     async def _exchange(
         self, client: httpx.AsyncClient, call: Call[Any], timeout: httpx.Timeout, *, stream: bool = False
     ) -> httpx.Response:
-        if self._renewal is not None:
-            await self._renewal.use(call.takes_s)
         target = render_target(call)
         content, headers = render_body(call)
+        if self._renewal is not None:
+            await self._renewal.use(call.takes_s)
+            if not isinstance(content, bytes) and isinstance(content, AsyncIterable):
+                content = self._renewal.while_sent(content)
         attempts = Attempts(call)
         while True:
             url = self.place.url + target

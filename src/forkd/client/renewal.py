@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from forkd.client.lifetime import Lifetime
@@ -41,3 +42,9 @@ class Renewal:
             except ForkdError:
                 self._lifetime.extend(now, 0.0)  # what is wrong is said by the call that is made next
                 return
+
+    def while_sent(self, content: Iterable[bytes]) -> Iterator[bytes]:
+        """An upload may take longer than a lifetime."""
+        for piece in content:
+            self.use()
+            yield piece

@@ -7,7 +7,7 @@ The asynchronous one is for the event loop it is first used in; the synchronous 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -82,10 +82,12 @@ class Transport:
     def _exchange(
         self, client: httpx.Client, call: Call[Any], timeout: httpx.Timeout, *, stream: bool = False
     ) -> httpx.Response:
-        if self._renewal is not None:
-            self._renewal.use(call.takes_s)
         target = render_target(call)
         content, headers = render_body(call)
+        if self._renewal is not None:
+            self._renewal.use(call.takes_s)
+            if not isinstance(content, bytes) and isinstance(content, Iterable):
+                content = self._renewal.while_sent(content)
         attempts = Attempts(call)
         while True:
             url = self.place.url + target
