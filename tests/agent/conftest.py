@@ -9,6 +9,7 @@ from rehearsed import Guest
 
 import forkd
 from forkd.guest.agent import Agent
+from forkd.image.initramfs import GUEST_WIRE
 
 _SOURCE = Path(forkd.__file__).parent
 
@@ -21,7 +22,8 @@ def guest_lib(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (lib / "forkd/agent").mkdir()
     shutil.copy(_SOURCE / "agent/guest_api.py", lib / "forkd/__init__.py")
     (lib / "forkd/wire/__init__.py").touch()
-    shutil.copy(_SOURCE / "wire/agent.py", lib / "forkd/wire/agent.py")
+    for name in GUEST_WIRE:
+        shutil.copy(_SOURCE / "wire" / name, lib / "forkd/wire")
     for path in (_SOURCE / "agent").glob("*.py"):
         shutil.copy(path, lib / "forkd/agent")
     return lib

@@ -14,10 +14,12 @@ import forkd
 from forkd.agent.main import parse_arguments
 from forkd.agent.platform import MachineIdFile, Rehearsal, link_hostname, render_pool_info, write_line
 from forkd.guest.identity import become
+from forkd.image.initramfs import GUEST_WIRE
 from forkd.model.names import new_identity
 
 _PACKAGE = Path(forkd.__file__).parent
-_FILES = [*sorted((_PACKAGE / "agent").glob("*.py")), _PACKAGE / "wire/agent.py"]
+_WIRE = [_PACKAGE / "wire" / name for name in GUEST_WIRE]
+_FILES = [*sorted((_PACKAGE / "agent").glob("*.py")), *_WIRE]
 
 
 def test_the_agent_needs_no_more_than_python_3_8() -> None:
@@ -36,7 +38,8 @@ def test_the_agent_imports_the_standard_library_and_the_wire_format(path: Path) 
         elif isinstance(node, ast.ImportFrom):
             names = [node.module or ""]
         for name in names:
-            ours = name in ("forkd.agent", "forkd.wire.agent") or name.startswith("forkd.agent.")
+            ours = name == "forkd.agent" or name.startswith("forkd.agent.")
+            ours = ours or name in [f"forkd.wire.{wire.stem}" for wire in _WIRE]
             assert ours or name.split(".")[0] in {*sys.stdlib_module_names, "_sha2", "_sha256"}, name
 
 

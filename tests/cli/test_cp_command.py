@@ -8,12 +8,14 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from tarfile import DIRTYPE, REGTYPE, SYMTYPE
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from cli_cases import DEADLINE_S, Cli, Done, check
 from support_recording import Reply, Seen, answering
+from support_trees import archive, describe, entry, make_tree
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -69,11 +71,12 @@ def test_a_tree_goes_in_and_comes_out_whatever_its_files_are_called(
     subprocess.run(["diff", "-r", source, tmp_path / "flat"], check=True)
 
 
-def test_links_and_special_files_in_a_tree_are_left_out_and_named(
+def test_special_files_and_links_that_lead_out_are_left_out_and_named(
     warm: Cli, sandbox: str, tmp_path: Path, guest: Path
 ) -> None:
     (guest / "tree").mkdir()
     (guest / "tree/file").touch()
+    (guest / "tree/inside").symlink_to("file")
     (guest / "tree/link").symlink_to("/etc/passwd")
     os.mkfifo(guest / "tree/pipe")
     with socket.socket(socket.AF_UNIX) as made:
@@ -81,15 +84,64 @@ def test_links_and_special_files_in_a_tree_are_left_out_and_named(
         os.rename(f"{warm.runtime}/s", guest / "tree/socket")
     done = warm.ask("cp", f"{sandbox}:{guest}/tree", str(tmp_path / "out"))
     assert done.returncode == 0
-    assert sorted(os.listdir(tmp_path / "out")) == ["file"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["file", "inside"]
     assert sorted(done.stderr.splitlines()) == [
-        f"warning: left out {guest}/tree/link: it is a symlink",
+        f"warning: left out {guest}/tree/link: it is a symlink that leads out of the copy",
         f"warning: left out {guest}/tree/pipe: it is a fifo",
         f"warning: left out {guest}/tree/socket: it is a socket",
     ]
+    # A guest is another machine: where a link leads there is its own affair.
     tally = warm.json("cp", str(guest / "tree"), f"{sandbox}:{guest}/again")
     assert tally["files"] == 1
-    assert [Path(each["path"]).name for each in tally["skipped"]] == ["link", "pipe", "socket"]
+    assert [Path(each["path"]).name for each in tally["skipped"]] == ["pipe", "socket"]
+    assert os.readlink(guest / "again/link") == "/etc/passwd"
+
+
+def test_a_thousand_files_go_both_ways_with_links_modes_and_times(
+    warm: Cli, sandbox: str, tmp_path: Path, guest: Path
+) -> None:
+    make_tree(tmp_path / "source")
+    tally = warm.json("cp", str(tmp_path / "source"), f"{sandbox}:{guest}/copy")
+    assert (tally["files"], tally["skipped"]) == (1001, [])
+    assert describe(guest / "copy") == describe(tmp_path / "source")
+    assert warm.json("cp", f"{sandbox}:{guest}/copy", str(tmp_path / "back")) == tally
+    assert describe(tmp_path / "back") == describe(tmp_path / "source")
+
+
+def test_the_time_of_a_single_file_is_kept_too(warm: Cli, sandbox: str, tmp_path: Path, guest: Path) -> None:
+    (tmp_path / "old").write_text("old")
+    os.utime(tmp_path / "old", ns=(0, 1_234_567_890_123_456_789))
+    copy(warm, tmp_path / "old", f"{sandbox}:{guest}/old")
+    copy(warm, f"{sandbox}:{guest}/old", tmp_path / "back")
+    assert (guest / "old").stat().st_mtime_ns == (tmp_path / "back").stat().st_mtime_ns == 1_234_567_890_123_456_789
+
+
+def test_a_directory_is_filled_and_what_is_in_the_way_is_named(
+    warm: Cli, sandbox: str, tmp_path: Path, guest: Path
+) -> None:
+    source = tmp_path / "source"
+    (source / "below").mkdir(parents=True)
+    (source / "below/new").write_text("new")
+    for there in (guest / "there", tmp_path / "there"):
+        (there / "source/below").mkdir(parents=True, mode=0o700)
+        (there / "source/below/new").write_text("old")
+        (there / "source/below/other").write_text("other")
+    copy(warm, source, f"{sandbox}:{guest}/there")
+    copy(warm, f"{sandbox}:{guest}/there/source/.", tmp_path / "there/source")
+    for there in (guest / "there", tmp_path / "there"):
+        assert everything(there / "source") == {"below/new": "new", "below/other": "other"}
+    (guest / "file").touch()
+    check(warm.ask("cp", str(source), f"{sandbox}:{guest}/file"), 15, f"{guest}/file: Not a directory")
+    check(warm.ask("cp", f"{sandbox}:{guest}/there", str(guest / "file")), 5, f"{guest}/file cannot be written")
+    (guest / "there/source/below/new").unlink()
+    (guest / "there/source/below/new").mkdir()
+    done = warm.ask("cp", str(source), f"{sandbox}:{guest}/there")
+    check(done, 4, f"{guest}/there/source/below/new: It is there already, and is not a file")
+    check(
+        warm.ask("cp", f"{sandbox}:{guest}/there/source/.", str(tmp_path / "there/source")),
+        5,
+        f"{tmp_path}/there/source/below/new cannot be written: Not a directory",
+    )
 
 
 def test_a_link_that_is_named_is_followed(warm: Cli, sandbox: str, tmp_path: Path, guest: Path) -> None:
@@ -139,11 +191,11 @@ def info(name: str, kind: str) -> dict[str, Any]:
 
 
 class Hostile:
-    """A daemon whose guest says what it likes: `listings` are its directories, every file says EVIL."""
+    """A daemon whose guest says what it likes: `archives` are its directories, every file says EVIL."""
 
     def __init__(self) -> None:
         self.url = ""
-        self.listings: dict[str, list[dict[str, Any]]] = {}
+        self.archives: dict[str, bytes] = {}
 
     def copy(self, cli: Cli, source: str, target: Path) -> Done:
         return cli.ask("cp", f"sb-0123456789:{source}", str(target), "--url", self.url)
@@ -152,9 +204,9 @@ class Hostile:
         url = urlsplit(seen.target)
         path = parse_qs(url.query).get("path", [""])[0]
         if url.path.endswith("/files/stat"):
-            return Reply(200, info(path, "dir" if path in self.listings else "file"))
-        if url.path.endswith("/files/list"):
-            return Reply(200, {"entries": self.listings.get(path, []), "truncated": False})
+            return Reply(200, info(path, "dir" if path in self.archives else "file"))
+        if url.path.endswith("/archive"):
+            return Reply(200, self.archives[path])
         return Reply(200, b"EVIL" if url.path.endswith("/files") else {"ready": True})
 
 
@@ -171,12 +223,12 @@ def everything(root: Path) -> dict[str, str]:
     return {str(path.relative_to(root)): path.read_text() for path in files}
 
 
-@pytest.mark.parametrize("name", ["../escaped", "..", ".", "/etc/escaped", "a/../../escaped", "", "x\0y", "\ud800"])
-@pytest.mark.parametrize("kind", ["file", "dir", "symlink"])
+@pytest.mark.parametrize("name", ["../escaped", "..", "/etc/escaped", "a/../../escaped", "", "x\0y", "x" * 5000])
+@pytest.mark.parametrize("kind", [REGTYPE, DIRTYPE, SYMTYPE])
 def test_a_name_that_leads_elsewhere_ends_the_copy(
-    cli: Cli, hostile: Hostile, tmp_path: Path, name: str, kind: str
+    cli: Cli, hostile: Hostile, tmp_path: Path, name: str, kind: bytes
 ) -> None:
-    hostile.listings["/d"] = [info(name, kind)]
+    hostile.archives["/d"] = archive([entry(name, kind, "x")])
     target = tmp_path / "inside/target"
     target.parent.mkdir()
     done = hostile.copy(cli, "/d", target)
@@ -187,16 +239,14 @@ def test_a_name_that_leads_elsewhere_ends_the_copy(
 
 
 def test_links_in_the_target_are_not_followed(cli: Cli, hostile: Hostile, tmp_path: Path) -> None:
-    hostile.listings["/d"] = [info("file", "file"), info("below", "dir")]
-    hostile.listings["/d/./below"] = [info("file", "file")]
+    hostile.archives["/d/."] = archive([entry("file"), entry("below", DIRTYPE), entry("below/file")])
     target, outside = tmp_path / "target", tmp_path / "outside"
     target.mkdir()
     outside.mkdir()
     (outside / "file").write_text("mine")
     (target / "file").symlink_to(outside / "file")
     (target / "below").symlink_to(outside)
-    hostile.listings["/d/."] = hostile.listings["/d"]
-    check(hostile.copy(cli, "/d/.", target), 5, "below cannot be written")
+    check(hostile.copy(cli, "/d/.", target), 5, "below cannot be written", "after 1 file, which stays in")
     assert everything(outside) == {"file": "mine"}
     assert (target / "file").read_text() == "EVIL" and not (target / "file").is_symlink()
 
@@ -204,13 +254,12 @@ def test_links_in_the_target_are_not_followed(cli: Cli, hostile: Hostile, tmp_pa
 def test_a_name_that_comes_twice_as_file_and_as_directory_goes_nowhere(
     cli: Cli, hostile: Hostile, tmp_path: Path
 ) -> None:
-    hostile.listings["/d"] = [info("x", "file"), info("x", "dir")]
-    hostile.listings["/d/x"] = [info("file", "file")]
+    hostile.archives["/d"] = archive([entry("x"), entry("x", DIRTYPE), entry("x/file")])
     check(hostile.copy(cli, "/d", tmp_path / "target"), 5, "cannot be written")
     assert everything(tmp_path / "target") == {"x": "EVIL"}
     assert (tmp_path / "target/x").stat().st_mode & 0o7777 == 0o777
 
 
 def test_a_tree_without_an_end_is_left_at_some_depth(cli: Cli, hostile: Hostile, tmp_path: Path) -> None:
-    hostile.listings.update({"/d" + "/n" * depth: [info("n", "dir")] for depth in range(200)})
+    hostile.archives["/d"] = archive([entry("/".join("n" * depth), DIRTYPE) for depth in range(1, 200)])
     check(hostile.copy(cli, "/d", tmp_path / "target"), 2, "directories deep")

@@ -12,9 +12,10 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.MULTIL
 
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_an_example_runs(code: str, daemon: Controller, tmp_path: Path) -> None:
+def test_an_example_runs(code: str, daemon: Controller, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     # The fake engine's guests share our file system.
-    exec(compile(code.replace("/srv/data", str(tmp_path)), str(DOCUMENT), "exec"), {"__name__": "example"})  # noqa: S102
+    exec(compile(code.replace("/srv/data", str(tmp_path / "guest")), str(DOCUMENT), "exec"), {"__name__": "example"})  # noqa: S102
 
 
 def test_every_method_of_the_controller_is_in_the_table() -> None:

@@ -30,8 +30,19 @@ def test_every_code_of_the_tree_comes_back_as_its_class(code: str) -> None:
 
 
 def test_a_code_nobody_knows_is_kept() -> None:
-    error = answered(403, {"error": "No", "code": "denied", "hint": None})
-    assert type(error) is errors.ForkdError and error.code == "denied" and errors.ForkdError.code == "internal"
+    error = answered(403, {"error": "No", "code": "odd", "hint": None})
+    assert type(error) is errors.ForkdError and error.code == "odd" and errors.ForkdError.code == "internal"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "exit_code"),
+    [("denied", errors.AgentError, 15), ("not_dir", errors.AgentError, 15), ("no_space", errors.NoCapacity, 6)],
+)
+def test_what_a_guest_refuses_is_not_taken_for_a_fault_of_forkd(
+    code: str, kind: type[errors.ForkdError], exit_code: int
+) -> None:
+    error = answered(409, {"error": "No", "code": code, "hint": None})
+    assert (type(error), error.code, error.exit_code) == (kind, code, exit_code)
 
 
 def test_a_token_that_is_refused_comes_with_what_to_do() -> None:

@@ -9,6 +9,7 @@ import struct
 import termios
 import time
 
+from forkd.agent.archive import parse_task
 from forkd.agent.loop import READ
 from forkd.agent.pipes import Outbox, Source
 from forkd.agent.spawn import NotStarted, Plan, find_user, parse_report, spawn
@@ -42,6 +43,8 @@ class Command(Stream):
         self._started = False
         self._attached = True
         self._timed_out = False
+        # A task of ours ends in order; a program might not.
+        self._cancelled_by = signal.SIGTERM if "archive" in request else signal.SIGKILL
         self._timer: Timer | None = None
         self._closing_stdin = False
         self._owed = 0  # stdin written to the program, and not yet granted to the host again
@@ -95,7 +98,7 @@ class Command(Stream):
 
     def on_cancel(self) -> None:
         self._detach()
-        self._kill(signal.SIGKILL)
+        self._kill(self._cancelled_by)
 
     def on_detach(self) -> None:
         """In a fork of this machine the command lives on; only nobody hears it."""
@@ -270,6 +273,10 @@ class Command(Stream):
 
 
 def parse_plan(request: Request, base_env: Dict[str, str]) -> Plan:
+    if "archive" in request:
+        plan = Plan([], base_env, (0, 0, 0))
+        plan.task = parse_task(request)
+        return plan
     argv = request.get("argv")
     if "shell" in request:
         argv = ["/bin/sh", "-c", request["shell"]]

@@ -257,6 +257,9 @@ class Writing(Stream):
         self._owed = 0
         self._size = 0
         self._temporary: str | None = None
+        self._mtime_ns = request.get("mtime_ns")
+        if self._mtime_ns is not None and (type(self._mtime_ns) is not int or not 0 <= self._mtime_ns < 1 << 63):
+            raise Refused("invalid", "mtime_ns must be between 0 and 2**63 - 1")
         # Through links: the file is replaced, not the link to it.
         self._path = os.path.realpath(get_path(request))
         if request.get("parents") is True:
@@ -287,6 +290,8 @@ class Writing(Stream):
 
     def on_end(self) -> None:
         try:
+            if self._mtime_ns is not None:
+                os.utime(self._fd, ns=(self._mtime_ns, self._mtime_ns))
             if self._temporary is not None:
                 os.rename(self._temporary, self._path)
                 self._temporary = None

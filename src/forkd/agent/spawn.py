@@ -15,7 +15,7 @@ import termios
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Dict, List, NoReturn, Tuple
+    from typing import Callable, Dict, List, NoReturn, Tuple
 
 _NOT_STARTED = 127
 # The agent, or Python for it, ignores or handles these.
@@ -32,6 +32,7 @@ class Plan:
         self.cwd: str | None = None
         self.user: User | None = None
         self.terminal = False
+        self.task: Callable[[], int] | None = None  # in place of a program: what a fork of the agent does
 
 
 class User:
@@ -68,7 +69,7 @@ class NotStarted(Exception):
 
 def spawn(plan: Plan) -> Tuple[int, int]:
     """The child's pid, and -1: it runs; or a pipe that ends when it does, or says why not (`parse_report`)."""
-    if plan.user is None and not plan.terminal:
+    if plan.user is None and not plan.terminal and plan.task is None:
         return _spawn_plain(plan), -1
     return _spawn_forked(plan)
 
@@ -140,6 +141,8 @@ def _become_program(plan: Plan, report: int) -> NoReturn:
             _switch_user(plan.user)
         stage = "cwd"
         _enter(plan)
+        if plan.task is not None:
+            _do_task(plan.task)
         stage = "exec"
         os.execvpe(plan.argv[0], plan.argv, plan.env)
     except OSError as error:
@@ -148,6 +151,21 @@ def _become_program(plan: Plan, report: int) -> NoReturn:
         os.write(report, b"%d %s" % (errno.EINVAL, stage.encode()))
     finally:
         os._exit(_NOT_STARTED)
+
+
+def _do_task(task: Callable[[], int]) -> NoReturn:
+    """Without an exec nothing is closed by itself: not the report, whose end says that we run, nor the agent's port."""
+    code = 1
+    try:
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2:
+                try:
+                    os.close(int(name))
+                except OSError:
+                    pass  # that of the listing
+        code = task()
+    finally:
+        os._exit(code)
 
 
 def _reset_signals() -> None:

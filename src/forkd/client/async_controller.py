@@ -367,7 +367,13 @@ class AsyncController:
         return self.transport.download(_read_file(sandbox_id, path))
 
     async def write_file(
-        self, sandbox_id: str, path: GuestPath, content: AsyncData, mode: int | str | None = None, append: bool = False
+        self,
+        sandbox_id: str,
+        path: GuestPath,
+        content: AsyncData,
+        mode: int | str | None = None,
+        append: bool = False,
+        mtime_ns: int | None = None,
     ) -> FileWritten:
         """`mode` as a number (0o644) or octal digits ("644"). The file appears when complete."""
         digits = f"{mode:o}" if isinstance(mode, int) else mode
@@ -376,12 +382,22 @@ class AsyncController:
             FileWritten,
             "PUT",
             (API, "sandboxes", sandbox_id, "files"),
-            query_of(path=path_text(path), mode=digits, append="true" if append else None),
+            query_of(path=path_text(path), mode=digits, append="true" if append else None, mtime_ns=mtime_ns),
             content=sent,
             # An iterator is empty the second time, and an append would be done twice.
             again=Again.SAFE if isinstance(sent, bytes) and not append else Again.UNSENT,
         )
         return await self._send(call)
+
+    def read_archive(self, sandbox_id: str, path: GuestPath) -> AsyncGenerator[bytes, None]:
+        """A tar archive of what is in a directory."""
+        return self.transport.download(get(bytes, "sandboxes", sandbox_id, "archive", query=query_of(path=path_text(path))))
+
+    async def write_archive(self, sandbox_id: str, path: GuestPath, content: AsyncData) -> api.ArchiveWritten:
+        """Unpack a tar archive into a directory, which is made."""
+        route = (API, "sandboxes", sandbox_id, "archive")
+        sent = async_content_of(content)
+        return await self._send(Call(api.ArchiveWritten, "PUT", route, query_of(path=path_text(path)), content=sent))
 
     async def remove_file(self, sandbox_id: str, path: GuestPath, recursive: bool = False) -> None:
         query = query_of(path=path_text(path), recursive="true" if recursive else None)

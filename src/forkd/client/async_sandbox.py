@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Self, Unpack, overload
 
 from forkd.client.arguments import (
@@ -24,12 +25,13 @@ from forkd.client.arguments import (
     port_of,
 )
 from forkd.client.async_controller import AsyncController
+from forkd.client.async_copying import DEFAULT_MAX_BYTES, async_download, async_upload
 from forkd.client.async_processes import AsyncCommands, AsyncPty, async_follow
 from forkd.client.async_renewal import AsyncRenewal
 from forkd.client.async_spawn import AsyncSandboxes, async_spawn
 from forkd.client.lifetime import DEFAULT_LIFETIME_S, Lifetime
 from forkd.client.output import Callback
-from forkd.client.results import EntryInfo, Execution, WriteInfo, execution_of, repr_of, value_of
+from forkd.client.results import CopyInfo, EntryInfo, Execution, WriteInfo, execution_of, repr_of, value_of
 from forkd.client.shared import AsyncOpening, async_lease_controller, async_leased, async_release_controller
 from forkd.errors import ForkdError, InvalidInput, NotFound
 from forkd.wire.api import FileInfo, PingResponse, SandboxInfo
@@ -71,6 +73,23 @@ class AsyncFiles:
     async def write_files(self, entries: Iterable[Mapping[str, Any]]) -> builtins.list[WriteInfo]:
         """Several, each `{"path": …, "data": …}`, one after the other."""
         return [await self.write(entry["path"], entry["data"]) for entry in entries]
+
+    async def upload(self, local: str | os.PathLike[str], remote: GuestPath) -> CopyInfo:
+        """A file or directory of this machine. `remote` is the name of the copy; a directory there is filled.
+
+        A directory goes as one stream, with symlinks, modes and modification times. It is not undone when it fails.
+        """
+        return await async_upload(self._controller, self._id, Path(local), guest_path(remote))
+
+    async def download(
+        self, remote: GuestPath, local: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES
+    ) -> CopyInfo:
+        """The other way round. `max_bytes` is for a directory: its files together have no more.
+
+        The guest is not trusted: nothing is written outside `local` or through a link, and what is a device or a link
+        that leads out is left out (`skipped`).
+        """
+        return await async_download(self._controller, self._id, guest_path(remote), Path(local), max_bytes=max_bytes)
 
     async def list(self, path: GuestPath = ".") -> builtins.list[EntryInfo]:
         listing = await self._controller.list_files(self._id, guest_path(path))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import posixpath
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypedDict
 
@@ -158,6 +159,28 @@ class WriteInfo:
     @classmethod
     def of(cls, body: FileWritten) -> Self:
         return cls(body["path"].rpartition("/")[2], body["path"], body["size"])
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Something in a directory that was not copied with it: a device, a FIFO, a socket, a link that leads out."""
+
+    path: str
+    why: str
+
+
+@dataclass(frozen=True)
+class CopyInfo:
+    """What was copied. Of links and directories nothing is counted."""
+
+    files: int
+    bytes: int
+    skipped: list[Skipped] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, files: int, size: int, skipped: Sequence[tuple[str, str]], source: str) -> Self:
+        """`skipped` are names below the source."""
+        return cls(files, size, [Skipped(posixpath.join(source, name), why) for name, why in skipped])
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Self, Unpack, overload
 
 from forkd.client.arguments import (
@@ -25,11 +26,12 @@ from forkd.client.arguments import (
     port_of,
 )
 from forkd.client.controller import Controller
+from forkd.client.copying import DEFAULT_MAX_BYTES, download, upload
 from forkd.client.lifetime import DEFAULT_LIFETIME_S, Lifetime
 from forkd.client.output import Callback
 from forkd.client.processes import Commands, Pty, follow
 from forkd.client.renewal import Renewal
-from forkd.client.results import EntryInfo, Execution, WriteInfo, execution_of, repr_of, value_of
+from forkd.client.results import CopyInfo, EntryInfo, Execution, WriteInfo, execution_of, repr_of, value_of
 from forkd.client.shared import Opening, lease_controller, leased, release_controller
 from forkd.client.spawn import Sandboxes, spawn
 from forkd.errors import ForkdError, InvalidInput, NotFound
@@ -70,6 +72,23 @@ class Files:
     def write_files(self, entries: Iterable[Mapping[str, Any]]) -> builtins.list[WriteInfo]:
         """Several, each `{"path": …, "data": …}`, one after the other."""
         return [self.write(entry["path"], entry["data"]) for entry in entries]
+
+    def upload(self, local: str | os.PathLike[str], remote: GuestPath) -> CopyInfo:
+        """A file or directory of this machine. `remote` is the name of the copy; a directory there is filled.
+
+        A directory goes as one stream, with symlinks, modes and modification times. It is not undone when it fails.
+        """
+        return upload(self._controller, self._id, Path(local), guest_path(remote))
+
+    def download(
+        self, remote: GuestPath, local: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES
+    ) -> CopyInfo:
+        """The other way round. `max_bytes` is for a directory: its files together have no more.
+
+        The guest is not trusted: nothing is written outside `local` or through a link, and what is a device or a link
+        that leads out is left out (`skipped`).
+        """
+        return download(self._controller, self._id, guest_path(remote), Path(local), max_bytes=max_bytes)
 
     def list(self, path: GuestPath = ".") -> builtins.list[EntryInfo]:
         listing = self._controller.list_files(self._id, guest_path(path))

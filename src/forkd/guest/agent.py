@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from forkd.errors import GuestTimeout, InvalidInput, ProtocolError
+from forkd.guest.archive import ArchiveCalls
 from forkd.guest.channel import Channel
 from forkd.guest.exchange import CALL_S, Exchange, get_int, get_text, parse_object
 from forkd.guest.files import FileCalls
@@ -61,7 +62,7 @@ __import__('sys').modules['numpy'].__version__ if 'numpy' in __import__('sys').m
 OnOutput = Callable[[str, bytes], None]
 
 
-class Agent(FileCalls):
+class Agent(FileCalls, ArchiveCalls):
     """Calls to the agent over one channel. Any number of them at a time; all fail when the channel is lost."""
 
     def __init__(self, channel: Channel, session: str) -> None:

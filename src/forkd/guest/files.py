@@ -98,11 +98,14 @@ class FileCalls(Caller):
         mode: int | None = None,
         parents: bool = False,
         append: bool = False,
+        mtime_ns: int | None = None,
     ) -> int:
         """Bytes written. The file appears when complete; with `append`, data sent before a failure stays."""
         request: dict[str, Any] = {"op": "write", "path": check_path(path), "parents": parents, "append": append}
         if mode is not None:
             request["mode"] = mode
+        if mtime_ns is not None:
+            request["mtime_ns"] = mtime_ns
         payload = json.dumps(request).encode()
         exchange = Exchange(self.channel, "write a file", CALL, payload, TRANSFER_S)
         try:

@@ -19,6 +19,7 @@ from forkd.errors import HostLacks
 INITRD_FILE = "initrd.img"
 AGENT_SOURCE = "/forkd-agent"
 AGENT_HOME = "/run/forkd/lib"
+GUEST_WIRE = ("agent.py", "archive.py", "tar.py")  # what of forkd.wire the agent needs
 _DEVICE_WAIT_TENTHS = 100
 
 _DIRECTORIES = ("bin", "dev", "lower", "modules", "newroot", "proc", "sys", "upper")
@@ -188,11 +189,12 @@ def read_agent_sources() -> dict[str, bytes]:
         for entry in package.joinpath("agent").iterdir()
         if entry.name.endswith(".py")
     }
+    wire = {f"forkd/wire/{name}": package.joinpath("wire", name).read_bytes() for name in GUEST_WIRE}
     tree = {
         **agent,
+        **wire,
         "forkd/__init__.py": package.joinpath("agent", "guest_api.py").read_bytes(),
         "forkd/wire/__init__.py": b"",
-        "forkd/wire/agent.py": package.joinpath("wire", "agent.py").read_bytes(),
         "start.py": START.encode(),
     }
     return dict(sorted(tree.items()))

@@ -186,6 +186,18 @@ class FileWritten(TypedDict):
     size: int
 
 
+class LeftOut(TypedDict):
+    path: str  # below the directory
+    why: str
+
+
+class ArchiveWritten(TypedDict):
+    path: str
+    files: int
+    bytes: int
+    skipped: list[LeftOut]
+
+
 class Event(TypedDict):
     id: int
     ts_unix: float

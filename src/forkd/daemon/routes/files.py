@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 
 from forkd.daemon.call import Call, while_connected
 from forkd.daemon.inputs import FilePath, Flag, MkdirBody, Mode, Number, RenameBody, SandboxId
@@ -12,8 +12,8 @@ from forkd.daemon.render import render_file
 from forkd.daemon.route import Raw, RawBody, route
 from forkd.daemon.routes.guest import guest
 from forkd.daemon.streams import BYTES, STALL_S, Pieces, stalled
-from forkd.runtime.child import Turn
-from forkd.wire.api import FileInfo, FileListing, FileWritten
+from forkd.runtime.child import LiveSandbox, Turn
+from forkd.wire.api import ArchiveWritten, FileInfo, FileListing, FileWritten, LeftOut
 
 
 @route("GET", "/v1/sandboxes/{id}/files", gives=Raw(BYTES, "The content"), guest=True, plus=True)
@@ -35,20 +35,31 @@ async def write_file(
     body: AsyncGenerator[bytes, None],
     mode: Mode | None = None,
     append: Flag = False,
+    mtime_ns: Number | None = None,
 ) -> FileWritten:
     """Of any size; `mode` in octal digits. Parents are made. The file appears when it is complete."""
     octal = None if mode is None else int(mode, 8)
-    try:
-        async with asyncio.timeout(STALL_S) as stall, call.while_connected(watching=False) as tie:
-            async with (
-                call.runtime.sandboxes.use(id) as live,
-                live.turn(Turn.CALL),
-                aclosing(_send_on(body, stall, tie)) as sent,
-            ):
-                size = await live.agent.write_file(path, sent, mode=octal, parents=True, append=append)
-    except TimeoutError:
-        raise stalled() from None
+    async with _taken(call, id, body) as (live, sent):
+        size = await live.agent.write_file(path, sent, mode=octal, parents=True, append=append, mtime_ns=mtime_ns)
     return {"path": path, "size": size}
+
+
+@route("GET", "/v1/sandboxes/{id}/archive", gives=Raw(BYTES, "A tar archive"), guest=True, plus=True)
+async def read_archive(call: Call, id: SandboxId, path: FilePath) -> Pieces:
+    """What is in a directory, as a tar archive. Sockets are in it as FIFOs."""
+    async with call.runtime.sandboxes.use(id) as live, live.turn(Turn.CALL):
+        async with aclosing(live.agent.pack(path)) as pieces:
+            async for data in pieces:
+                yield data
+
+
+@route("PUT", "/v1/sandboxes/{id}/archive", takes=RawBody(), guest=True, plus=True)
+async def write_archive(call: Call, id: SandboxId, path: FilePath, body: AsyncGenerator[bytes, None]) -> ArchiveWritten:
+    """Unpack a tar archive into a directory, which is made. `skipped`: devices, FIFOs and sockets."""
+    async with _taken(call, id, body) as (live, sent):
+        done = await live.agent.unpack(path, sent)
+    skipped: list[LeftOut] = [{"path": name, "why": why} for name, why in done.skipped]
+    return {"path": path, "files": done.files, "bytes": done.bytes, "skipped": skipped}
 
 
 @route("DELETE", "/v1/sandboxes/{id}/files", guest=True, plus=True)
@@ -87,6 +98,21 @@ async def rename_file(call: Call, id: SandboxId, body: RenameBody) -> None:
     """Within the guest."""
     async with guest(call, id) as live:
         await live.agent.rename(body.path, body.to)
+
+
+@asynccontextmanager
+async def _taken(call: Call, id: str, body: AsyncGenerator[bytes, None]) -> AsyncIterator[tuple[LiveSandbox, Pieces]]:
+    """The sandbox, and a body for it, for as long as the client is there and the guest takes it."""
+    try:
+        async with asyncio.timeout(STALL_S) as stall, call.while_connected(watching=False) as tie:
+            async with (
+                call.runtime.sandboxes.use(id) as live,
+                live.turn(Turn.CALL),
+                aclosing(_send_on(body, stall, tie)) as sent,
+            ):
+                yield live, sent
+    except TimeoutError:
+        raise stalled() from None
 
 
 async def _send_on(body: AsyncGenerator[bytes, None], stall: asyncio.Timeout, tie: while_connected) -> Pieces:

@@ -1,0 +1,87 @@
+# Generated from async_copying.py by tools/unasync.py: do not edit.
+"""Files and directories between this machine and a sandbox. A directory is one tar stream, however many files it has.
+
+The target is the name of the copy, not a directory to put it into. A directory that is there is filled.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+
+from forkd.client.controller import Controller
+from forkd.client.local_files import OnBytes, give, is_directory, packing, reading, replacing, unpacking
+from forkd.client.results import CopyInfo
+from forkd.errors import ForkdError
+
+# A guest's files are in its memory; only sparse ones are larger than that.
+DEFAULT_MAX_BYTES = 64 << 30
+_DEFAULT_MODE = 0o644
+
+
+def upload(
+    controller: Controller, sandbox_id: str, source: Path, target: str, on_bytes: OnBytes | None = None
+) -> CopyInfo:
+    """`on_bytes` is told how many bytes were sent, for each piece of them."""
+    if is_directory(source):
+        with packing(source, target, on_bytes) as pieces:
+            answer = controller.write_archive(sandbox_id, target, pieces)
+        skipped = [(each["path"], each["why"]) for each in answer["skipped"]]
+        return CopyInfo.of(answer["files"], answer["bytes"], skipped, os.fspath(source))
+    with reading(source, on_bytes) as (data, info):
+        mode, mtime_ns = (None, None) if info is None else (info.st_mode & 0o777, max(info.st_mtime_ns, 0))
+        written = controller.write_file(sandbox_id, target, data, mode, mtime_ns=mtime_ns)
+    return CopyInfo(1, written["size"])
+
+
+def download(
+    controller: Controller,
+    sandbox_id: str,
+    source: str,
+    target: Path,
+    on_bytes: OnBytes | None = None,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+) -> CopyInfo:
+    try:
+        return download_directory(controller, sandbox_id, source, target, on_bytes, max_bytes)
+    except ForkdError as error:
+        if error.code != "not_dir":
+            raise
+    return download_file(controller, sandbox_id, source, target, on_bytes)
+
+
+def download_directory(
+    controller: Controller,
+    sandbox_id: str,
+    source: str,
+    target: Path,
+    on_bytes: OnBytes | None = None,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+) -> CopyInfo:
+    with closing(controller.read_archive(sandbox_id, source)) as chunks:
+        first = next(chunks, b"")  # before anything is made here: there may be no such directory
+        with unpacking(source, target, max_bytes) as unpacker:
+            give(unpacker.feed, first)
+            for chunk in chunks:
+                give(unpacker.feed, chunk)
+                if on_bytes is not None:
+                    on_bytes(len(chunk))
+    return CopyInfo.of(unpacker.files, unpacker.bytes, unpacker.skipped, source)
+
+
+def download_file(
+    controller: Controller, sandbox_id: str, source: str, target: Path, on_bytes: OnBytes | None = None
+) -> CopyInfo:
+    info = controller.stat_file(sandbox_id, source)
+    # What a link says of itself is not about the file.
+    mode, mtime_ns = (info["mode"], info["mtime_ns"]) if info["type"] == "file" else (_DEFAULT_MODE, None)
+    size = 0
+    with closing(controller.read_file_stream(sandbox_id, source)) as chunks:
+        with replacing(target, mode, mtime_ns) as file:
+            for chunk in chunks:
+                give(file.write, chunk)
+                size += len(chunk)
+                if on_bytes is not None:
+                    on_bytes(len(chunk))
+    return CopyInfo(1, size)

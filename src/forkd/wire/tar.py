@@ -1,0 +1,341 @@
+"""Tar archives: entries to bytes and back. Pure; host, client and guest use this file.
+
+Written is ustar, with a pax header where that cannot say it: long names, large sizes, fractions of a second. Read is
+the same, and GNU's long names; sparse files and unknown types are refused. Nothing that an archive says is believed
+before it is checked, and only one header is held at a time: `tarfile` reads headers of any size into memory. It also
+takes an emulated guest longer to import than this takes to pack a hundred files.
+
+Standard library only, Python 3.8: the image builder copies this file into the guest.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Dict, Iterator, List, Union
+
+    Event = Union["Entry", bytes, memoryview, None]
+
+BLOCK = 512
+END = bytes(2 * BLOCK)
+MAX_NAME_BYTES = 4095
+_MAX_HEADER_BYTES = 64 * 1024  # of pax records or a long name
+_MAX_HEADERS = 8  # before one entry
+_MAX_TRAILING_BYTES = 1024 * 1024  # zeros after the end: tar fills up its last record
+_MAX_OCTAL = 8**11
+_MAX_SIZE = 1 << 62
+_MAX_SECONDS = 1 << 40
+_NAME_FIELD = 100
+
+_FIELDS = Struct("100s8s8s8s12s12s8s1s100s8s32s32s8s8s155s12x")
+_CHECKSUM = slice(148, 156)
+_BLANK_CHECKSUM = b" " * 8
+_USTAR = b"ustar\x0000"
+_ID = b"0000000\0"
+
+_FLAGS = {"file": b"0", "symlink": b"2", "char": b"3", "block": b"4", "dir": b"5", "fifo": b"6", "socket": b"6"}
+_KINDS = {
+    b"0": "file",
+    b"\0": "file",
+    b"7": "file",
+    b"1": "hard link",
+    b"2": "symlink",
+    b"3": "char",
+    b"4": "block",
+    b"5": "dir",
+    b"6": "fifo",
+}
+_PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_TARGET = b"x", b"g", b"L", b"K"
+_HEADERS = (_PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_TARGET)
+# Records of our own: what tar has no type for, and why an archive ends before its time.
+_KIND_RECORD = b"FORKD.kind"
+_FAILURE_RECORD = b"FORKD.failure"
+
+
+class TarError(Exception):
+    """The archive is damaged, hostile, or of a kind that is not taken. The message completes "The archive has"."""
+
+
+class PackFailed(Exception):
+    """Who packed it could not go on, and says why."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Entry:
+    """Names are relative, with / between; bytes that are not UTF-8 are surrogate escapes."""
+
+    __slots__ = ("kind", "mode", "mtime_ns", "name", "size", "target")
+
+    def __init__(self, name: str, kind: str, mode: int, mtime_ns: int, size: int = 0, target: str = "") -> None:
+        self.name = name
+        self.kind = kind
+        self.mode = mode
+        self.mtime_ns = mtime_ns
+        self.size = size
+        self.target = target
+
+
+def render_entry(entry: Entry) -> bytes:
+    """What comes before the data of an entry; after the data comes `padding`."""
+    name, target = _encode(entry.name), _encode(entry.target)
+    if entry.kind == "dir":
+        name += b"/"
+    records: List[bytes] = []
+    if len(name) > _NAME_FIELD:
+        records.append(_render_record(b"path", name))
+    if len(target) > _NAME_FIELD:
+        records.append(_render_record(b"linkpath", target))
+    if entry.size >= _MAX_OCTAL:
+        records.append(_render_record(b"size", b"%d" % entry.size))
+    if entry.kind == "socket":
+        records.append(_render_record(_KIND_RECORD, b"socket"))
+    seconds, fraction = divmod(entry.mtime_ns, 10**9)
+    if fraction or not 0 <= seconds < _MAX_OCTAL:
+        records.append(_render_record(b"mtime", _render_time(entry.mtime_ns)))
+    header = _render_header(name, entry.mode, entry.size, seconds, _FLAGS[entry.kind], target)
+    return _render_records(records) + header if records else header
+
+
+def render_failure(code: str, message: str) -> bytes:
+    """In place of the next entry and the end: the reader raises PackFailed."""
+    return _render_records([_render_record(_FAILURE_RECORD, _encode(code + " " + message[:2000]))])
+
+
+def padding(size: int) -> bytes:
+    return bytes(-size % BLOCK)
+
+
+def _render_header(name: bytes, mode: int, size: int, seconds: int, flag: bytes, target: bytes = b"") -> bytes:
+    made = bytearray(
+        _FIELDS.pack(
+            name[:_NAME_FIELD],
+            b"%07o\0" % mode,
+            _ID,
+            _ID,
+            b"%011o\0" % (size if size < _MAX_OCTAL else 0),
+            b"%011o\0" % min(max(seconds, 0), _MAX_OCTAL - 1),
+            _BLANK_CHECKSUM,
+            flag,
+            target[:_NAME_FIELD],
+            _USTAR,
+            b"",
+            b"",
+            _ID,
+            _ID,
+            b"",
+        )
+    )
+    made[_CHECKSUM] = b"%06o\0 " % sum(made)
+    return bytes(made)
+
+
+def _render_records(records: List[bytes]) -> bytes:
+    body = b"".join(records)
+    return _render_header(b"pax", 0o644, len(body), 0, _PAX) + body + padding(len(body))
+
+
+def _render_record(key: bytes, value: bytes) -> bytes:
+    """Its length comes first, and counts itself."""
+    rest = b" %s=%s\n" % (key, value)
+    size = len(rest)
+    while size != len(rest) + len(str(size)):
+        size = len(rest) + len(str(size))
+    return b"%d%s" % (size, rest)
+
+
+def _render_time(mtime_ns: int) -> bytes:
+    sign = b"-" if mtime_ns < 0 else b""
+    return b"%s%d.%09d" % (sign, abs(mtime_ns) // 10**9, abs(mtime_ns) % 10**9)
+
+
+class Reader:
+    """Bytes to entries, as they arrive."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._block = bytearray()
+        self._left = 0  # of the data that is being read
+        self._padding = 0
+        self._header = b""  # the type of a header whose data is being read
+        self._gathered = bytearray()
+        self._records: Dict[bytes, bytes] = {}  # for the next entry
+        self._headers = 0  # since the last entry
+        self._trailing = 0
+
+    def feed(self, data: bytes) -> Iterator[Event]:
+        """Each entry; after a file pieces of its data, then None."""
+        view = memoryview(data)
+        while view and not self.ended:
+            if self._left:
+                piece, view = view[: self._left], view[self._left :]
+                self._left -= len(piece)
+                if self._header:
+                    self._gather(piece)
+                    continue
+                yield piece
+                if not self._left:
+                    yield None
+            elif self._padding:
+                skipped = min(self._padding, len(view))
+                self._padding -= skipped
+                view = view[skipped:]
+            else:
+                want = BLOCK - len(self._block)
+                entry = self._add_to_block(view[:want])
+                view = view[want:]
+                if entry is not None:
+                    yield entry
+                    if entry.kind == "file" and not entry.size:
+                        yield None
+        self._skip_trailing(view)
+
+    def _skip_trailing(self, view: memoryview) -> None:
+        self._trailing += len(view)
+        if self._trailing > _MAX_TRAILING_BYTES or view != bytes(len(view)):
+            raise TarError("something behind its end")
+
+    def _add_to_block(self, piece: memoryview) -> Entry | None:
+        self._block += piece
+        if len(self._block) < BLOCK:
+            return None
+        block = bytes(self._block)
+        self._block.clear()
+        return self._take_block(block)
+
+    def _take_block(self, block: bytes) -> Entry | None:
+        if not any(block):
+            self.ended = True
+            return None
+        if _parse_number(block[_CHECKSUM]) != sum(block) - sum(block[_CHECKSUM]) + sum(_BLANK_CHECKSUM):
+            raise TarError("a damaged header")
+        flag = block[156:157]
+        size = _parse_number(block[124:136])
+        if flag in _HEADERS:
+            self._headers += 1
+            if self._headers > _MAX_HEADERS:
+                raise TarError("more than %d headers for one entry" % _MAX_HEADERS)
+            if not 0 < size <= _MAX_HEADER_BYTES:
+                raise TarError("a header of %d bytes" % size)
+            self._header = flag
+            self._expect(size)
+            return None
+        entry = self._make_entry(block, flag, size)
+        self._records = {}
+        self._headers = 0
+        self._expect(entry.size)
+        return entry
+
+    def _expect(self, size: int) -> None:
+        self._left = size
+        self._padding = -size % BLOCK
+
+    def _make_entry(self, block: bytes, flag: bytes, size: int) -> Entry:
+        records = self._records
+        name = _decode(records.get(b"path") or _parse_name(block))
+        kind = _KINDS.get(flag)
+        if kind is None:
+            raise TarError("an entry of unknown type %r: %s" % (flag.decode("latin-1"), shown(name)))
+        if kind == "file" and name.endswith("/"):
+            kind = "dir"  # as tar did before there was a type for it
+        if kind == "fifo" and records.get(_KIND_RECORD) == b"socket":
+            kind = "socket"
+        if b"size" in records:
+            size = _parse_decimal(records[b"size"])
+        if size >= _MAX_SIZE or (size and kind != "file"):
+            raise TarError("an entry of a wrong size: %s" % shown(name))
+        mtime_ns = _parse_number(block[136:148]) * 10**9
+        if b"mtime" in records:
+            mtime_ns = _parse_time(records[b"mtime"])
+        if abs(mtime_ns) >= _MAX_SECONDS * 10**9:
+            raise TarError("an entry of a wrong time: %s" % shown(name))
+        target = _decode(records.get(b"linkpath") or block[157:257].partition(b"\0")[0])
+        return Entry(name, kind, _parse_number(block[100:108]) & 0o7777, mtime_ns, size, target)
+
+    def _gather(self, piece: memoryview) -> None:
+        self._gathered += piece
+        if not self._left:
+            self._take_header()
+
+    def _take_header(self) -> None:
+        data, flag = bytes(self._gathered), self._header
+        self._gathered.clear()
+        self._header = b""
+        if flag == _GNU_NAME:
+            self._records[b"path"] = data.rstrip(b"\0")
+        elif flag == _GNU_TARGET:
+            self._records[b"linkpath"] = data.rstrip(b"\0")
+        else:
+            records = _parse_records(data)
+            if flag == _PAX:
+                self._records.update(records)
+            if _FAILURE_RECORD in records:
+                code, _, message = _decode(records[_FAILURE_RECORD]).partition(" ")
+                raise PackFailed(code, message)
+
+
+def _parse_name(block: bytes) -> bytes:
+    name = block[:100].partition(b"\0")[0]
+    prefix = block[345:500].partition(b"\0")[0] if block[257:263] == b"ustar\0" else b""
+    return prefix + b"/" + name if prefix else name
+
+
+def _parse_number(field: bytes) -> int:
+    """Octal digits, or GNU's binary form of large numbers."""
+    if field[0] & 0x80:
+        return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
+    digits = field.strip(b" \0")
+    try:
+        return int(digits, 8) if digits.isdigit() else _no_number(digits)
+    except ValueError:
+        raise TarError("a damaged header") from None
+
+
+def _no_number(digits: bytes) -> int:
+    if digits:
+        raise TarError("a damaged header")
+    return 0
+
+
+def _parse_decimal(digits: bytes) -> int:
+    if not digits.isdigit() or len(digits) > 20:
+        raise TarError("a damaged header")
+    return int(digits)
+
+
+def _parse_time(text: bytes) -> int:
+    whole, _, fraction = text.lstrip(b"-").partition(b".")
+    mtime_ns = _parse_decimal(whole) * 10**9 + _parse_decimal((fraction + b"0" * 9)[:9])
+    return -mtime_ns if text.startswith(b"-") else mtime_ns
+
+
+def _parse_records(data: bytes) -> Dict[bytes, bytes]:
+    found: Dict[bytes, bytes] = {}
+    at = 0
+    while at < len(data):
+        digits = data[at : at + 20].partition(b" ")[0]
+        stop = at + _parse_decimal(digits)
+        key, equals, value = data[at + len(digits) + 1 : stop - 1].partition(b"=")
+        if not equals or stop > len(data) or data[stop - 1 : stop] != b"\n":
+            raise TarError("a damaged header")
+        if key.startswith(b"GNU.sparse"):
+            raise TarError("a sparse file; make it without --sparse")
+        found[key] = value
+        at = stop
+    return found
+
+
+def shown(name: str) -> str:
+    return ascii(name)[:80]
+
+
+def _encode(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _decode(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")
