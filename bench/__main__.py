@@ -24,8 +24,8 @@ from bench.live import LiveSpec
 from bench.many import CrowdSpec, EnduranceSpec
 from bench.report import SECTIONS, TOP, Report, find_section, read_results, render_report, write_results, write_run
 from forkd.cli.interrupts import run_async
-from forkd.cli.main import print_error
 from forkd.cli.progress import Shown
+from forkd.cli.report import print_error
 from forkd.errors import ForkdError, InvalidInput
 from forkd.host.files import scratch_directory
 from forkd.host.paths import find_home

@@ -34,8 +34,8 @@ from bench.figures import (
 from bench.forks import FORKS, GroupProbe, forked
 from bench.ground import describe_engines, describe_machine
 from forkd.cli.interrupts import run_async
-from forkd.cli.main import print_error
 from forkd.cli.progress import Shown
+from forkd.cli.report import print_error
 from forkd.engines.base import Engine
 from forkd.engines.firecracker.engine import FirecrackerEngine
 from forkd.engines.qemu.engine import QemuEngine

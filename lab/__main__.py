@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from forkd.cli.main import print_error
+from forkd.cli.report import print_error
 from forkd.errors import ForkdError
 from lab.host import find_lack, run_here
 from lab.run import run_in_machine

@@ -6,18 +6,21 @@ from typing import Any
 
 import pytest
 
-from forkd.cli import exec as exec_command
-from forkd.cli.arguments import parse_environment, parse_pairs, render_pairs
+from forkd.cli.arguments import parse_duration, parse_environment, parse_pairs, render_pairs
 from forkd.cli.background import NO_TCP, read_tail, render_command, render_environment
 from forkd.cli.bench import find_checkout, render_options
 from forkd.cli.connect import Address, find_address
 from forkd.cli.cp import Remote, check_name, last_name, parse_place
 from forkd.cli.events import render_event
+from forkd.cli.exec import parse_rest
 from forkd.cli.fork import parse_target, render_request
+from forkd.cli.guest_command import read_exit
 from forkd.cli.logs import find_news
-from forkd.cli.main import build_parser
-from forkd.cli.output import render_age, render_plain
-from forkd.cli.sandboxes import build_trees, match_id, render_deadline
+from forkd.cli.output import measure, render_age, render_plain, render_table
+from forkd.cli.parser import build_parser
+from forkd.cli.report import translate, translate_hint
+from forkd.cli.sandboxes import match_id, render_deadline
+from forkd.cli.tree import build_trees
 from forkd.errors import GuestTimeout, InvalidInput, NotFound, ProtocolError
 from forkd.host.paths import Home
 from forkd.wire.api import Event, SandboxInfo
@@ -29,7 +32,7 @@ def parse(*words: str) -> argparse.Namespace:
 
 def parse_exec(*words: str) -> argparse.Namespace:
     args = parse("exec", *words)
-    exec_command.parse_rest(args)
+    parse_rest(args)
     return args
 
 
@@ -64,7 +67,7 @@ def test_options_on_both_sides_of_the_sandbox_add_up() -> None:
 
 @pytest.mark.parametrize("words", [[], ["sb"], ["sb", "--"], ["sb", "-i"], ["sb", "-i", "--"]])
 def test_exec_without_a_command_is_refused(words: list[str]) -> None:
-    with pytest.raises(InvalidInput, match=r"needs a .*command"):
+    with pytest.raises(InvalidInput, match=r"needs (SANDBOX and )?a command"):
         parse_exec(*words)
 
 
@@ -79,12 +82,12 @@ def test_exec_without_a_command_is_refused(words: list[str]) -> None:
     ],
 )
 def test_a_commands_end_becomes_an_exit_code(body: dict[str, Any], code: int) -> None:
-    assert exec_command.read_exit(body, None) == code
+    assert read_exit(body, None) == code
 
 
 def test_a_command_that_took_too_long_is_an_error() -> None:
     with pytest.raises(GuestTimeout, match="within 3 s"):
-        exec_command.read_exit({"exit_code": None, "signal": 9, "timed_out": True}, 3.0)
+        read_exit({"exit_code": None, "signal": 9, "timed_out": True}, 3.0)
 
 
 def request(*words: str, **environ: str) -> dict[str, Any]:
@@ -121,6 +124,62 @@ def test_a_target_beyond_loopback_is_refused(target: str) -> None:
         parse_target(target)
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        *[("0", 0.0), ("90", 90.0), ("0.5", 0.5), ("30s", 30.0), ("5m", 300.0), ("1.5h", 5400.0), ("2d", 172800.0)],
+        *[("1h30m", 5400.0), ("1m30s", 90.0)],
+    ],
+)
+def test_a_time_is_seconds_or_has_units(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+    assert parse("fork", "warm", "--timeout", text).timeout == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "5x", "-1", "1h30", "1 h", "5M", "nan", "inf", "1e3", "٣", "5m!", "0x10"])
+def test_what_is_not_a_time_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match=r"^--timeout takes seconds, or a time such as 30s, 5m, 2h or 1d, got"):
+        parse("fork", "warm", f"--timeout={text}")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("timeout_secs: Input should be greater than 0", "--timeout must be greater than 0"),
+        ("n: Input should be less than or equal to 1000", "-n must be less than or equal to 1000"),
+        ("labels.a: String should have at most 4 characters", "--label must have at most 4 characters"),
+        ("args: Value error, must not be empty", "The command: must not be empty"),
+        (
+            "timeout_secs must be between 0.1 and 86400 seconds, got 3",
+            "--timeout must be between 0.1 and 86400 seconds, got 3",
+        ),
+        ("memory_limit_mib cannot be enforced", "--memory-limit-mib cannot be enforced"),
+        ("There is no sandbox web", "There is no sandbox web"),
+    ],
+)
+def test_what_the_daemon_says_is_told_in_the_words_of_the_command_line(said: str, told: str) -> None:
+    assert translate(said) == told
+
+
+def test_the_apis_description_is_never_the_advice() -> None:
+    assert translate_hint("See /openapi.json for what it takes", ["fork", "x"]) == "See: forkd fork --help"
+    assert translate_hint("Raise timeout_secs", []) == "Raise --timeout"
+    assert translate_hint(None, []) is None
+
+
+def test_a_table_is_as_wide_as_its_cells_and_folds_where_it_may() -> None:
+    rows = [["a", "x" * 30], ["wide 宽", "y"]]
+    assert render_table(["ID", "LABELS"], rows, None, ["LABELS"]) == [
+        "ID       LABELS",
+        "a        " + "x" * 30,
+        "wide 宽  y",
+    ]
+    assert render_table(["ID", "LABELS"], rows, 24, ["LABELS"])[1:3] == ["a        " + "x" * 15, " " * 9 + "x" * 15]
+    assert render_table(["ID", "LABELS"], rows, 24, [])[1] == "a        " + "x" * 30
+    assert render_table(["ID", "LABELS"], rows, 12, ["LABELS"])[1] == "a        " + "x" * 30
+    assert [measure(text) for text in ("abc", "宽", "e\u0301")] == [3, 2, 1]
+
+
 def test_pairs_are_split_at_the_first_equals_sign() -> None:
     assert parse_pairs(["a=b=c", "d=", "a=e"], "-l") == {"a": "e", "d": ""}
     assert render_pairs({"b": "2", "a": "1"}) == "a=1,b=2"
@@ -141,6 +200,9 @@ def test_an_id_may_be_shortened_while_only_one_begins_so() -> None:
     for absent in ("x", "", "sb-", "sb-0011223344555", "1122"):
         with pytest.raises(NotFound):
             match_id(absent, known)
+    with pytest.raises(NotFound) as missed:
+        match_id("webb", known, ["web", "left"])
+    assert missed.value.hint == "Did you mean web? List them with: forkd ls"
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from cli_cases import DEADLINE_S, Cli
 
-from forkd.cli.commands import COMMANDS
-from forkd.cli.completion import SHELLS, Flag, Syntax, describe, render_bash
-from forkd.cli.main import build_parser
+from forkd.cli.commands import ALIASES, COMMANDS
+from forkd.cli.completion import SHELLS, Flag, Syntax, add_aliases, describe, render_bash
+from forkd.cli.parser import build_parser
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -31,7 +31,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 
 @pytest.fixture(scope="module")
 def grammar() -> list[Syntax]:
-    return describe(build_parser())
+    return add_aliases(describe(build_parser()))
 
 
 @pytest.fixture
@@ -60,7 +60,11 @@ def complete(tmp_path: Path, grammar: list[Syntax]) -> Complete:
 
 def test_the_grammar_has_every_command_with_what_it_takes(grammar: list[Syntax]) -> None:
     by_path = {" ".join(command.path): command for command in grammar}
-    assert [name for name, _ in by_path[""].below] == list(COMMANDS)
+    assert [name for name, _ in by_path[""].below] == [*COMMANDS, *ALIASES]
+    assert by_path["ps"].options == by_path["ls"].options
+    assert by_path["images"].options == by_path["image ls"].options
+    assert by_path["kill"].takes == by_path["inspect"].takes == by_path["timeout"].takes == "sandboxes"
+    assert by_path["run"].takes == "snapshots"
     assert [name for name, _ in by_path["snapshot"].below] == ["create", "ls", "inspect", "warm", "rm"]
     assert by_path["exec"].takes == "sandboxes"
     assert by_path["fork"].takes == by_path["snapshot rm"].takes == by_path["snapshot warm"].takes == "snapshots"
@@ -72,8 +76,9 @@ def test_the_grammar_has_every_command_with_what_it_takes(grammar: list[Syntax])
 
 
 def test_bash_completes_commands_and_options(cli: Cli, complete: Complete) -> None:
-    assert complete(cli, "") == sorted(COMMANDS)
-    assert complete(cli, "e") == ["eval", "events", "exec"]
+    assert complete(cli, "") == sorted([*COMMANDS, *ALIASES])
+    assert complete(cli, "e") == ["eval", "events", "exec", "extend"]
+    assert complete(cli, "ps", "--st") == ["--state"]
     assert complete(cli, "snapshot", "") == ["create", "inspect", "ls", "rm", "warm"]
     options = ["--warm", "--warm-command", "--warm-script", "--warm-timeout"]
     assert complete(cli, "snapshot", "create", "--warm") == options

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from forkd.cli.demo import print_screen, render_bar, render_next, render_way
-from forkd.cli.main import build_parser
+from forkd.cli.parser import build_parser
 from forkd.runtime.demo import Result
 
 RESULT = Result(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from forkd.cli import doctor
-from forkd.cli.main import build_parser
+from forkd.cli.parser import build_parser
 from forkd.errors import HostLacks, InvalidInput
 from forkd.host.finding import Finding, Status
 from forkd.runtime.doctor import Diagnosis

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from cli_cases import DEADLINE_S, Cli, check, without
 
-from forkd.cli.commands import COMMANDS
-from forkd.cli.main import build_parser
+from forkd.cli.commands import ALIASES, COMMANDS, GROUPS, expand_alias
+from forkd.cli.parser import build_parser
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -18,27 +18,70 @@ SERVER_SIDE = ("starlette", "uvicorn", "qemu", "prometheus_client", "pydantic")
 CREATE = ("snapshot", "create", "--image", "small", "--tag")
 
 
-def test_an_unknown_command_is_bad_usage(cli: Cli) -> None:
-    for words in (["fly"], [], ["snapshot"], ["snapshot", "fly"], ["snapshot", "create"], ["demo", "-n", "many"]):
-        done = cli.ask(*words)
-        assert done.returncode == 2
-        assert "usage: forkd" in done.stderr
-        assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], ["forkd needs COMMAND", "See: forkd --help"]),
+        (["fly"], ["forkd has no command 'fly'", "See: forkd --help"]),
+        (["frok", "warm"], ["forkd has no command 'frok'", "Did you mean fork?"]),
+        (["extent"], ["Did you mean extend?"]),
+        (["snapshot"], ["forkd snapshot needs ACTION", "See: forkd snapshot --help"]),
+        (["snapshot", "crate"], ["forkd snapshot has no action 'crate'", "Did you mean create?"]),
+        (["snapshot", "create"], ["forkd snapshot create needs --tag, --image"]),
+        (["demo", "-n", "many"], ["-n takes a whole number, got 'many'"]),
+        (["fork", "warm", "--cpu-limit", "x"], ["--cpu-limit takes a number, got 'x'"]),
+        (["fork", "warm", "-n"], ["-n needs a value"]),
+        (["fork", "warm", "--on-timeout", "stop"], ["--on-timeout must be one of kill, pause, got 'stop'"]),
+        (["fork", "warm", "--timeot", "5"], ["forkd fork has no option --timeot", "Did you mean --timeout?"]),
+        (["snapshot", "ls", "--tag=x"], ["forkd snapshot ls has no option --tag", "See: forkd snapshot ls --help"]),
+        (["snapshot", "ls", "x"], ["forkd snapshot ls takes no further argument, got 'x'"]),
+        (["fork", "warm", "--m", "5"], ["--m is short for several options", "--memory-limit-mib"]),
+        (["ls", "--quiet=1"], ["--quiet takes no value, got '1'"]),
+        (["fork", "warm", "--timeout", "soon"], ["--timeout takes seconds, or a time such as 30s, 5m", "got 'soon'"]),
+        (["events", "-n", "0"], ["--limit must be between 1 and 10000, got '0'"]),
+    ],
+    ids=lambda each: None,
+)
+def test_wrong_words_are_an_error_like_any_other(cli: Cli, words: list[str], said: list[str]) -> None:
+    check(cli.ask(*words), 2, *said)
+    done = cli.ask(*words, "--json")
+    if done.stdout:  # what has no --json of its own says so
+        assert json.loads(done.stdout)["code"] == "invalid_input"
+        assert done.stderr == ""
 
 
-def test_help_and_version_are_no_errors(cli: Cli) -> None:
+def test_wrong_options_of_a_command_that_runs_one_are_told_from_its_own_failures(cli: Cli) -> None:
+    said = ("forkd exec has no option --timeot", "Did you mean --timeout?")
+    check(cli.ask("exec", "--timeot", "5", "sb", "--", "true"), 125, *said)
+    check(cli.ask("exec", "sb", "--timeot", "5", "--", "true"), 125, *said)
+    check(cli.ask("exec"), 125, "forkd exec needs SANDBOX and a command", "forkd exec SANDBOX -- COMMAND")
+    check(cli.ask("run", "warm"), 125, "forkd run needs a command", "forkd run TAG -- COMMAND")
+
+
+def test_help_lists_every_command_in_its_group_and_shows_examples(cli: Cli) -> None:
     shown = cli.ask("--help").stdout
-    assert all(f"\n    {name} " in shown for name in COMMANDS)
+    assert all(f"\n  {name} " in shown for name in COMMANDS)
+    assert all(f"\n{group}:\n" in shown for group in GROUPS)
+    assert "\nExamples:\n" in shown
     assert max(map(len, shown.splitlines())) <= 80
+    assert [name for names in GROUPS.values() for name in names] == list(COMMANDS)
+    assert cli.ask("-h").stdout == cli.ask("help").stdout == build_parser("").format_help() == shown
     assert cli.ask("--version").stdout.startswith("forkd ")
 
 
-def test_help_says_of_each_command_what_the_command_says_of_itself() -> None:
-    def listed(only: str | None) -> dict[str, str | None]:
-        [nouns] = build_parser(only)._subparsers._group_actions  # type: ignore[union-attr]
-        return {choice.dest: choice.help for choice in nouns._choices_actions}  # type: ignore[attr-defined]
+def test_help_of_a_command_can_be_asked_for_in_two_ways(cli: Cli) -> None:
+    shown = cli.ask("fork", "--help").stdout
+    assert shown.startswith("usage: forkd fork")
+    assert cli.ask("help", "fork").stdout == shown
 
-    assert listed(None) == listed("") == {name: each.about for name, each in COMMANDS.items()}
+
+def test_other_words_mean_the_same_commands() -> None:
+    assert not set(ALIASES) & set(COMMANDS)
+    assert expand_alias(["ps", "-q"]) == ["ls", "-q"]
+    assert expand_alias(["images", "--json"]) == ["image", "ls", "--json"]
+    assert expand_alias(["kill", "ps"]) == ["rm", "ps"]
+    assert expand_alias(["help", "images"]) == ["image", "ls", "--help"]
+    assert expand_alias([]) == []
 
 
 def test_no_help_shows_a_token(cli: Cli) -> None:
@@ -123,8 +166,9 @@ def test_with_json_errors_are_json_too(cli: Cli, words: list[str], code: int, ki
 
 
 def test_where_no_daemon_is_and_one_was_named_none_is_started(cli: Cli) -> None:
-    for words in (["ls"], ["fork", "warm"], ["snapshot", "ls"], ["exec", "sb-1", "--", "true"]):
+    for words in (["ls"], ["fork", "warm"], ["snapshot", "ls"]):
         check(cli.ask(*words, FORKD_URL="http://127.0.0.1:1"), 18, "http://127.0.0.1:1")
+    check(cli.ask("exec", "sb-1", "--", "true", FORKD_URL="http://127.0.0.1:1"), 125, "http://127.0.0.1:1")
     check(cli.ask("ls", "--url", "unix:///nonexistent/forkd.sock"), 18, "/nonexistent/forkd.sock")
     check(cli.ask("ls", "--url", "gopher://x"), 2, "is not the address of a daemon")
 

@@ -105,15 +105,37 @@ def test_a_command_writes_to_both_streams_and_its_exit_code_is_ours(warm: Cli, s
     assert warm.ask("exec", "--json", sandbox, "--", "sh", "-c", "kill $$").returncode == 143
 
 
-def test_a_command_that_cannot_run_or_takes_too_long_is_an_error(warm: Cli, sandbox: str) -> None:
-    check(warm.ask("exec", sandbox, "--", "no-such-program"), 15, "No such file", "Check no-such-program")
-    check(warm.ask("exec", sandbox, "--timeout", "0.3", "--", "sleep", "60"), 12, "within 0.3 s")
+def test_a_command_that_cannot_run_or_takes_too_long_exits_as_docker_says_it(warm: Cli, sandbox: str) -> None:
+    check(warm.ask("exec", sandbox, "--", "no-such-program"), 127, "No such file", "Check no-such-program")
+    check(warm.ask("exec", sandbox, "--", "/etc/passwd"), 126, "Permission denied")
+    check(warm.ask("exec", sandbox, "-w", "/nowhere", "--", "true"), 126, "working directory")
+    check(warm.ask("exec", sandbox, "--timeout", "0.3", "--", "sleep", "60"), 124, "within 0.3 s")
+    check(warm.ask("exec", sandbox, "--timeout", "0.005m", "--", "sleep", "60"), 124, "within 0.3 s")
+    check(warm("exec", "-i", sandbox, "--timeout", "0.3", "--", "sleep", "60"), 124, "within 0.3 s")
     refused = warm.ask("exec", sandbox, "--json", "-i", "--", "true")
-    assert (refused.returncode, json.loads(refused.stdout)["code"]) == (2, "invalid_input")
-    check(warm("exec", "-it", sandbox, "--", "true"), 2, "-t needs a terminal")
-    check(warm("shell", sandbox), 2, "A shell needs a terminal")
-    check(warm.ask("exec", "sb-0000000000", "--", "true"), 3)
-    check(warm.ask("exec", "nope", "--", "true"), 3, "There is no sandbox nope", "forkd ls")
+    assert (refused.returncode, json.loads(refused.stdout)["code"]) == (125, "invalid_input")
+    check(warm("exec", "-it", sandbox, "--", "true"), 125, "-t needs a terminal")
+    check(warm("shell", sandbox), 125, "A shell needs a terminal")
+    check(warm.ask("exec", "sb-0000000000", "--", "true"), 125)
+    check(warm.ask("exec", "nope", "--", "true"), 125, "There is no sandbox nope", "forkd ls")
+
+
+def test_what_was_written_before_a_timeout_is_in_the_json(warm: Cli, sandbox: str) -> None:
+    done = warm.ask("exec", sandbox, "--json", "--timeout", "1", "--", "sh", "-c", "echo out; echo err >&2; sleep 60")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["code"]) == (124, "guest_timeout")
+    assert (told["stdout"], told["stderr"]) == ("out\n", "err\n")
+
+
+def test_what_the_daemon_says_of_a_field_is_said_of_the_option(warm: Cli, sandbox: str) -> None:
+    for words in (["fork", "warm", "--timeout", "400d"], ["timeout", sandbox, "400d"]):
+        done = warm.ask(*words)
+        check(done, 2, "--timeout must be")
+        assert "timeout_secs" not in done.stderr and "openapi" not in done.stderr
+    done = warm.ask("exec", sandbox, "--timeout", "2d", "--", "true")
+    check(done, 125, "--timeout must be", "See: forkd exec --help")
+    done = warm.ask("fork", "warm", "--cpu-limit", "-1")
+    check(done, 2, "--cpu-limit must be", "See: forkd fork --help")
 
 
 def test_output_comes_as_it_is_written(warm: Cli, sandbox: str) -> None:
@@ -185,7 +207,7 @@ def test_a_paused_sandbox_says_so_until_it_is_resumed(warm: Cli, sandbox: str) -
     shown = warm.ask("pause", sandbox)
     assert "paused" in shown.stdout
     assert warm.json("pause", sandbox)[0]["state"] == "paused"
-    check(warm.ask("exec", sandbox, "--", "true"), 4, "paused")
+    check(warm.ask("exec", sandbox, "--", "true"), 125, "paused")
     assert warm.json("resume", sandbox)[0]["state"] == "running"
     assert warm.ask("exec", sandbox, "--", "true").returncode == 0
     check(warm.ask("pause", "sb-0000000000"), 3)
@@ -300,12 +322,13 @@ def test_a_command_that_asks_the_daemon_imports_nothing_of_the_servers_side(
     assert imported & (server | ours) == set()
 
 
-def test_without_the_servers_packages_all_but_tables_work(warm: Cli, tmp_path: Path) -> None:
+def test_without_the_servers_packages_all_but_trees_work(warm: Cli, tmp_path: Path) -> None:
     base = without(tmp_path, "rich")
     sandbox = warm("fork", "warm", "-q", **base).stdout.strip()
     assert json.loads(warm("ls", "--json", **base).stdout)[0]["id"] == sandbox
     assert warm("exec", sandbox, "--", "echo", "hi", **base).stdout == "hi\n"
-    check(warm("ls", **base), 5, "needs the Python package rich", "pip install '.[server]'")
+    assert sandbox in warm("ls", **base).stdout
+    check(warm("tree", **base), 5, "needs the Python package rich", "pip install '.[server]'")
     assert warm("rm", sandbox, **base).returncode == 0
 
 

@@ -39,8 +39,8 @@ pytestmark = [pytest.mark.usefixtures("nothing_left"), pytest.mark.parametrize("
 NOT_FOUND = Reply(404, {"error": "No such sandbox", "code": "not_found", "hint": None})
 
 
-def busy(retry_after_s: int) -> Reply:
-    return Reply(503, {"error": "Full", "code": "no_capacity", "hint": None}, {"Retry-After": str(retry_after_s)})
+def busy(retry_after_s: int, code: str = "recovering") -> Reply:
+    return Reply(503, {"error": "Busy", "code": code, "hint": None}, {"Retry-After": str(retry_after_s)})
 
 
 def test_a_call_goes_out_with_token_and_name_and_comes_back_as_plain_values(
@@ -154,13 +154,20 @@ def test_refused_for_now_is_asked_again_after_the_time_named(call: Caller) -> No
 
 
 def test_refused_for_too_long_is_an_error_at_once(call: Caller) -> None:
-    with recording(busy(3600)) as server, pytest.raises(errors.NoCapacity, match="Full"):
+    with recording(busy(3600)) as server, pytest.raises(errors.ForkdError, match="Busy"):
         call(server.url, "spawn_sandboxes", "warm")
+
+
+def test_what_does_not_fit_is_an_error_at_once(call: Caller) -> None:
+    with recording(busy(0, "no_capacity"), Reply(201, [])) as server:
+        with pytest.raises(errors.NoCapacity, match="Busy"):
+            call(server.url, "spawn_sandboxes", "warm")
+        assert len(server.seen) == 1
 
 
 def test_a_command_that_was_refused_for_now_is_not_sent_again(call: Caller) -> None:
     with recording(busy(0)) as server:
-        with pytest.raises(errors.NoCapacity):
+        with pytest.raises(errors.ForkdError, match="Busy"):
             call(server.url, "exec_command", "sb-1", ["true"])
         assert len(server.seen) == 1
 

@@ -17,7 +17,7 @@ from support_daemon import STOP_S, Served, environment, make_certificate, served
 from support_images import made_home
 from support_processes import has_ended, wait_until
 
-from forkd.cli.main import build_parser
+from forkd.cli.parser import build_parser
 from forkd.daemon.listeners import load_tls, opened_unix
 from forkd.daemon.tokens import TokenStore
 from forkd.errors import Conflict, InvalidInput

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from forkd import errors
-from forkd.cli.main import build_parser
+from forkd.cli.commands import ALIASES, expand_alias
+from forkd.cli.parser import build_parser
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -20,6 +21,7 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _TARGET = re.compile(r"^([a-z]+):", re.MULTILINE)
+_MADE = re.compile(r"forkd snapshot create (?!.*--replace).*?--tag ([\w-]+)")
 _INLINE_MAKE = re.compile(r"`make ([a-z]+)")
 
 
@@ -56,7 +58,7 @@ def section(document: str, heading: str) -> str:
 @pytest.mark.parametrize(("where", "words"), all_commands("forkd"), ids=lambda value: " ".join(value))
 def test_every_forkd_command_in_the_documents_is_one(where: str, words: list[str]) -> None:
     try:
-        args = build_parser().parse_args(words[1:])
+        args = build_parser().parse_args(expand_alias(words[1:]))
     except SystemExit as stop:
         # --help and --version end the program too, and well.
         assert stop.code == 0, f"{where}: {shlex.join(words)}"
@@ -117,6 +119,20 @@ def test_every_option_of_every_command_is_in_the_reference(parser: argparse.Argu
                 assert re.search(rf"`{re.escape(option)}[ `]", text), f"{parser.prog} {option}"
     if parser.prog != noun:
         assert f"`{parser.prog}" in text
+
+
+def test_the_reference_has_every_other_word_for_a_command() -> None:
+    table = section(CLI.read_text(), "Other words")
+    documented = re.findall(r"^\| `forkd (\w+)` \| `forkd ([\w ]+)` \|", table, re.MULTILINE)
+    assert documented == [(alias, " ".join(words)) for alias, words in ALIASES.items()]
+
+
+def test_no_tag_is_made_twice_by_who_follows_the_documents_in_order() -> None:
+    made: dict[str, str] = {}
+    for path in DOCUMENTS:
+        for tag in _MADE.findall(path.read_text()):
+            assert tag not in made, f"{path.name} and {made[tag]} both make {tag}"
+            made[tag] = path.name
 
 
 def test_the_reference_has_every_error_with_its_exit_code() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from forkd.cli.image import parse_request
-from forkd.cli.main import build_parser
 from forkd.cli.output import render_age, render_size
+from forkd.cli.parser import build_parser
 from forkd.errors import Conflict, InvalidInput, NotFound
 from forkd.image import ImageStore, debian_spec, directory_spec
 from forkd.store.snapshots import SnapshotStore
@@ -86,7 +86,7 @@ def test_an_image_is_built_listed_inspected_and_removed(
     assert built["root"] in capsys.readouterr().out
 
     assert run("rm", "mine") == 0
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == "mine\n"
     assert at_home.list() == []
 
 
@@ -107,11 +107,27 @@ def test_what_does_not_exist_is_not_found(at_home: ImageStore) -> None:
         run("inspect", "absent")
 
 
+def test_of_several_images_it_is_said_what_became_of_each(
+    at_home: ImageStore, root_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        at_home.build(directory_spec(root_directory), name)
+    assert run("rm", "one", "absent", "gone", "two") == NotFound.exit_code
+    shown = capsys.readouterr()
+    assert shown.out == "one\ntwo\n"
+    assert "There is no image absent" in shown.err and "There is no image gone" in shown.err
+    at_home.build(directory_spec(root_directory), "one")
+    assert run("rm", "one", "absent", "--json") == NotFound.exit_code
+    told = json.loads(capsys.readouterr().out)
+    assert told["removed"] == ["one"]
+    assert [(each["name"], each["code"]) for each in told["failed"]] == [("absent", "not_found")]
+
+
 def test_an_image_a_snapshot_was_made_from_stays(
     at_home: ImageStore, root_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = at_home.build(directory_spec(root_directory), "mine")
-    monkeypatch.setattr(SnapshotStore, "images_in_use", lambda self: frozenset({image.id}))
+    monkeypatch.setattr(SnapshotStore, "images_in_use", lambda self: {image.id: ("warm",)})
     with pytest.raises(Conflict):
         run("rm", "mine")
     assert run("prune", "--json") == 0

@@ -182,7 +182,7 @@ def test_pieces_another_image_names_stay(store: ImageStore, image: Image, second
 def test_an_image_with_two_names_goes_with_the_second(store: ImageStore, image: Image, root_directory: Path) -> None:
     store.build(directory_spec(root_directory), "also")
     assert sorted(str(entry.name) for entry in store.list()) == ["also", "mine"]
-    store.remove("mine", in_use={image.id})
+    store.remove("mine", in_use={image.id: ("warm",)})
     assert store.open("also").id == image.id
     store.remove("also")
     with pytest.raises(NotFound):
@@ -191,8 +191,9 @@ def test_an_image_with_two_names_goes_with_the_second(store: ImageStore, image: 
 
 @pytest.mark.parametrize("by_id", [False, True])
 def test_an_image_in_use_is_not_removed(store: ImageStore, image: Image, by_id: bool) -> None:
-    with pytest.raises(Conflict, match="in use"):
-        store.remove(image.id if by_id else "mine", in_use={image.id})
+    with pytest.raises(Conflict, match="in use by snapshots warm, cold") as caught:
+        store.remove(image.id if by_id else "mine", in_use={image.id: ("warm", "cold")})
+    assert "forkd snapshot rm warm cold" in (caught.value.hint or "")
     assert store.open("mine") == image
 
 

@@ -1,18 +1,32 @@
-"""Arguments that several commands take: the daemon's address, KEY=VALUE pairs, limits."""
+"""Arguments that several commands take: the daemon's address, KEY=VALUE pairs, times, limits."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forkd.errors import InvalidInput
 
-if TYPE_CHECKING:
-    pass
-
 _LIMITS = ("memory_limit_mib", "cpu_limit", "pids_limit", "io_limit_mib_s")
+
+_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER = r"\d+(?:\.\d+)?"
+_DURATION = re.compile(rf"{_NUMBER}|(?:{_NUMBER}[smhd])+", re.ASCII)
+_PART = re.compile(rf"({_NUMBER})([smhd]?)", re.ASCII)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds: `90`, `30s`, `5m`, `1h30m`, `2d`."""
+    if not _DURATION.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"takes seconds, or a time such as 30s, 5m, 2h or 1d, got {text!a}")
+    return sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(text))
+
+
+def add_duration(parser: argparse.ArgumentParser, flag: str, about: str, default: float | None = None) -> None:
+    parser.add_argument(flag, type=parse_duration, default=default, metavar="TIME", help=about)
 
 
 def add_json(parser: argparse.ArgumentParser, about: str = "print JSON") -> None:

@@ -1,17 +1,20 @@
 """The commands of `forkd`, each declared once.
 
-To add one: a line in COMMANDS, and in the module it names `add_NAME(parser)` for the arguments and `run_NAME(args)`,
-which returns the exit code. A module is imported when its command is used: listing sandboxes needs no image builder.
+To add one: a line in COMMANDS, its name in GROUPS, and in the module it names `add_NAME(parser)` for the arguments and
+`run_NAME(args)`, which returns the exit code. A module is imported when its command is used: listing sandboxes needs
+no image builder, and `forkd --help` not even argparse.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from forkd.errors import HostLacks
+if TYPE_CHECKING:
+    import argparse
+
+    from forkd.errors import HostLacks
 
 # Packages of the server extra. Any other missing package is a bug of ours.
 _SERVER_PACKAGES = frozenset(
@@ -19,32 +22,35 @@ _SERVER_PACKAGES = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Subcommand:
+class Subcommand(NamedTuple):
     module: str
     about: str
+    runs_command: bool = False  # its exit code is that of a command in a sandbox
 
 
 COMMANDS = {
-    "serve": Subcommand("daemon", "run the daemon in the foreground"),
+    "run": Subcommand("run", "fork a snapshot, run a command in it, remove it", True),
+    "fork": Subcommand("fork", "fork a snapshot into sandboxes"),
+    "ls": Subcommand("sandboxes", "list the sandboxes"),
+    "inspect": Subcommand("inspect", "show everything about sandboxes"),
+    "exec": Subcommand("exec", "run a command in a sandbox", True),
+    "shell": Subcommand("exec", "open a shell in a sandbox", True),
+    "eval": Subcommand("evaluate", "evaluate Python in a sandbox's warmed interpreter"),
+    "cp": Subcommand("cp", "copy files into and out of a sandbox"),
+    "logs": Subcommand("logs", "show a sandbox's console, or a process's output"),
+    "timeout": Subcommand("inspect", "set or extend the deadline of sandboxes"),
+    "rename": Subcommand("sandboxes", "give a sandbox a name"),
+    "pause": Subcommand("sandboxes", "pause sandboxes"),
+    "resume": Subcommand("sandboxes", "resume paused sandboxes"),
+    "rm": Subcommand("sandboxes", "end and remove sandboxes"),
+    "image": Subcommand("image", "build, list, inspect and remove images"),
+    "snapshot": Subcommand("snapshot", "create, list, inspect, warm and remove snapshots"),
+    "tree": Subcommand("tree", "show which sandbox came from which snapshot"),
+    "workspace": Subcommand("workspace", "create, list, suspend, resume and remove workspaces"),
     "up": Subcommand("daemon", "start a daemon that keeps running"),
     "down": Subcommand("daemon", "end all sandboxes and stop the daemon"),
     "status": Subcommand("daemon", "show the daemon and what it runs"),
-    "image": Subcommand("image", "build, list, inspect and remove images"),
-    "snapshot": Subcommand("snapshot", "create, list, inspect, warm and remove snapshots"),
-    "fork": Subcommand("fork", "fork a snapshot into sandboxes"),
-    "ls": Subcommand("sandboxes", "list the sandboxes"),
-    "tree": Subcommand("sandboxes", "show which sandbox came from which snapshot"),
-    "exec": Subcommand("exec", "run a command in a sandbox"),
-    "shell": Subcommand("exec", "open a shell in a sandbox"),
-    "eval": Subcommand("exec", "evaluate Python in a sandbox's warmed interpreter"),
-    "cp": Subcommand("cp", "copy files into and out of a sandbox"),
-    "logs": Subcommand("logs", "show a sandbox's console"),
-    "pause": Subcommand("sandboxes", "pause sandboxes"),
-    "resume": Subcommand("sandboxes", "resume paused sandboxes"),
-    "rename": Subcommand("sandboxes", "give a sandbox a name"),
-    "rm": Subcommand("sandboxes", "end and remove sandboxes"),
-    "workspace": Subcommand("workspace", "create, list, suspend, resume and remove workspaces"),
+    "serve": Subcommand("daemon", "run the daemon in the foreground"),
     "events": Subcommand("events", "show what happened"),
     "token": Subcommand("token", "create, list and revoke tokens"),
     "doctor": Subcommand("doctor", "check this machine and say which engine will run"),
@@ -52,10 +58,56 @@ COMMANDS = {
     "bench": Subcommand("bench", "measure forkd on this machine"),
     "completion": Subcommand("completion", "print a completion script for a shell"),
 }
+# Other words for some of them, for people who know them from elsewhere.
+ALIASES: dict[str, tuple[str, ...]] = {
+    "ps": ("ls",),
+    "kill": ("rm",),
+    "extend": ("timeout",),
+    "images": ("image", "ls"),
+}
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Sandboxes": (
+        *("run", "fork", "ls", "inspect", "exec", "shell", "eval", "cp", "logs"),
+        *("timeout", "rename", "pause", "resume", "rm"),
+    ),
+    "Images, snapshots, workspaces": ("image", "snapshot", "tree", "workspace"),
+    "The daemon": ("up", "down", "status", "serve", "events", "token"),
+    "This machine": ("doctor", "demo", "bench", "completion"),
+}
+_EXAMPLES = (
+    "forkd image build",
+    "forkd snapshot create --image python --tag warm --warm 'import numpy'",
+    "forkd run warm -- python3 -c 'print(6 * 7)'",
+    "forkd fork warm -n 3 --timeout 10m",
+    "forkd exec SANDBOX -- uname -a",
+)
+
+
+def render_help() -> str:
+    """Of `forkd` itself, without a parser: that takes longer than all the rest of it."""
+    width = max(map(len, COMMANDS)) + 2
+    lines = ["usage: forkd COMMAND [OPTION ...]", "", "Fork warmed virtual machines, copy-on-write."]
+    for heading, names in GROUPS.items():
+        lines += ["", f"{heading}:", *(f"  {name:{width}}{COMMANDS[name].about}" for name in names)]
+    aliases = ", ".join(f"{alias} for {' '.join(words)}" for alias, words in ALIASES.items())
+    lines += ["", f"Other words: {aliases}."]
+    lines += ["", "Examples:", *(f"  {example}" for example in _EXAMPLES)]
+    lines += ["", "The options of a command: forkd COMMAND --help. The version: forkd --version."]
+    return "\n".join(lines)
+
+
+def expand_alias(words: Sequence[str]) -> list[str]:
+    """`forkd ps -q` as `forkd ls -q`; `forkd help fork` as `forkd fork --help`."""
+    if not words:
+        return []
+    first, *rest = words
+    if first == "help":
+        return [*expand_alias(rest), "--help"]
+    return [*ALIASES.get(first, (first,)), *rest]
 
 
 def add_commands(parser: argparse.ArgumentParser, only: str | None) -> None:
-    """All commands, or `only` one of them and the names of the others: enough to parse it and for `--help`."""
+    """All commands, or `only` one of them and the names of the others: enough to parse it."""
     below = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, each in COMMANDS.items():
         made = below.add_parser(name, help=each.about, description=_render_description(each.about))
@@ -83,6 +135,8 @@ class Actions:
 
 def explain_missing(error: ModuleNotFoundError) -> HostLacks:
     """What to install, when it is one of the packages that a base install does not have."""
+    from forkd.errors import HostLacks
+
     if (error.name or "").partition(".")[0] not in _SERVER_PACKAGES:
         raise error
     return HostLacks(

@@ -10,8 +10,9 @@ import argparse
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from forkd.cli.commands import ALIASES
 from forkd.cli.connect import find_running
 from forkd.cli.output import print_lines
 from forkd.errors import ForkdError
@@ -147,9 +148,9 @@ def add_completion(parser: argparse.ArgumentParser) -> None:
 
 def run_completion(args: argparse.Namespace) -> int:
     if args.what in SHELLS:
-        from forkd.cli.main import build_parser
+        from forkd.cli.parser import build_parser
 
-        print(SHELLS[args.what](describe(build_parser())), end="")
+        print(SHELLS[args.what](add_aliases(describe(build_parser()))), end="")
         return 0
     with suppress(ForkdError, ModuleNotFoundError):
         print_lines(_list(args.what))
@@ -210,6 +211,15 @@ def describe(parser: argparse.ArgumentParser, path: tuple[str, ...] = (), about:
         else:
             takes = takes or _kind(action)
     return [Syntax(path, about, tuple(options), tuple(below), takes), *found]
+
+
+def add_aliases(commands: Sequence[Syntax]) -> list[Syntax]:
+    """Each alias takes what the command takes that it stands for."""
+    root, *rest = commands
+    by_path = {command.path: command for command in rest}
+    made = [replace(by_path[path], path=(alias,)) for alias, path in ALIASES.items()]
+    names = tuple((alias, f"the same as {' '.join(path)}") for alias, path in ALIASES.items())
+    return [replace(root, below=(*root.below, *names)), *rest, *made]
 
 
 def _kind(action: argparse.Action) -> str:

@@ -6,7 +6,9 @@ import argparse
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from forkd.cli.arguments import add_daemon_options
 from forkd.cli.connect import connect
@@ -14,7 +16,12 @@ from forkd.cli.output import render_plain, show
 from forkd.cli.sandboxes import resolve
 from forkd.wire.api import Event
 
+if TYPE_CHECKING:
+    from forkd.client import Controller
+
 _LIMIT = 1000
+_MAX_LIMIT = 10_000  # more than this the daemon does not keep
+_PAGE = 1000
 
 
 def add_events(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +31,7 @@ def add_events(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--type", metavar="TYPE", help="only this type, such as sandbox.dead")
     parser.add_argument("--sandbox", metavar="SANDBOX", help="only those of this sandbox")
     parser.add_argument(
-        "-n", "--limit", type=int, default=_LIMIT, metavar="N", help=f"at most so many (default {_LIMIT})"
+        "-n", "--limit", type=parse_limit, default=_LIMIT, metavar="N", help=f"the newest N only (default {_LIMIT})"
     )
     add_daemon_options(parser, json="print a JSON array; with --follow one object per line")
 
@@ -35,8 +42,26 @@ def run_events(args: argparse.Namespace) -> int:
         if args.follow:
             _print_each(controller.events(since=args.since, type=args.type, sandbox_id=sandbox_id), args.json)
             return 0
-        found = controller.list_events(since=args.since or 0, type=args.type, sandbox_id=sandbox_id, limit=args.limit)
+        found = _list_newest(controller, args, sandbox_id)
     return show(args, found, _print_each)
+
+
+def _list_newest(controller: Controller, args: argparse.Namespace, sandbox_id: str | None) -> list[Event]:
+    """The daemon gives pages from the oldest on; it keeps no more events than a few pages."""
+    found: deque[Event] = deque(maxlen=args.limit)
+    since = args.since or 0
+    while page := controller.list_events(since=since, type=args.type, sandbox_id=sandbox_id, limit=_PAGE):
+        found.extend(page)
+        since = page[-1]["id"]
+        if len(page) < _PAGE:
+            break
+    return list(found)
+
+
+def parse_limit(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= _MAX_LIMIT:
+        raise argparse.ArgumentTypeError(f"must be between 1 and {_MAX_LIMIT}, got {text!a}")
+    return int(text)
 
 
 def _print_each(events: Iterable[Event], as_json: bool = False) -> None:

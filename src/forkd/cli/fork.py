@@ -7,11 +7,13 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from forkd.cli.arguments import (
     add_daemon_options,
+    add_duration,
     add_limit_options,
     add_pairs,
     parse_environment,
@@ -22,6 +24,7 @@ from forkd.cli.connect import connect
 from forkd.cli.interrupts import Interrupts
 from forkd.cli.output import note, print_json
 from forkd.cli.sandboxes import kill_all, show_sandboxes
+from forkd.cli.suggestions import suggest_snapshot
 from forkd.errors import ForkdError, InvalidInput, NotFound, Unreachable
 from forkd.model.machine import parse_count
 from forkd.model.names import parse_tag
@@ -40,19 +43,14 @@ def add_fork(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("snapshot", nargs="?", metavar="TAG", help="the snapshot")
     parser.add_argument("--tag", metavar="TAG", help="the same, as an option")
     parser.add_argument("-n", type=int, default=1, metavar="N", help="how many (default 1)")
-    parser.add_argument("--timeout", type=float, metavar="S", help="seconds they may live")
+    add_duration(parser, "--timeout", "how long they may live, such as 90, 5m or 2h (default: no limit)")
     parser.add_argument("--on-timeout", choices=("kill", "pause"), help="what happens then (default kill)")
     add_pairs(parser, "-e", "--env", about="a variable for the guest; a KEY alone takes the value it has here")
     add_pairs(parser, "-l", "--label", about="a label; may be repeated")
     add_pairs(parser, "--metadata", about="metadata; may be repeated")
     add_limit_options(parser)
     parser.add_argument("--allow-partial", action="store_true", help="keep those that come up when others do not")
-    parser.add_argument(
-        "--settle-secs",
-        type=float,
-        metavar="S",
-        help="end them after so many seconds, or when this command ends; it waits until then",
-    )
+    add_duration(parser, "--settle-secs", "end them after this time, or when this command ends; it waits until then")
     for name in ("per-child-netns", "prewarm", "live-fork", "hugepages"):
         parser.add_argument(f"--{name}", action="store_true", help="for compatibility; see docs/reference/rest.md")
     parser.add_argument("-q", "--quiet", action="store_true", help="print ids only")
@@ -61,25 +59,62 @@ def add_fork(parser: argparse.ArgumentParser) -> None:
 
 def run_fork(args: argparse.Namespace) -> int:
     request = render_request(args, os.environ)
-    key = f"cli-{secrets.token_hex(16)}"
-    infos: list[SandboxInfo] | None = None
     with connect(args) as controller, Interrupts() as interrupts:
         begun = time.monotonic()
-        try:
-            infos = controller.spawn_sandboxes(**request, idempotency_key=key)
+        with forked(args, controller, request) as infos:
             took_ms = (time.monotonic() - begun) * 1000
             if args.settle_secs is not None:
                 _settle(args, controller, infos, took_ms)
-                _end(controller, infos)
+                end_all(controller, infos)
             interrupts.settle()
-        except BaseException as error:
-            refused = infos is None and isinstance(error, ForkdError) and not isinstance(error, Unreachable)
-            if not refused:
-                _undo(args, key)
-            raise
     if args.settle_secs is None:
         _print(args, infos, took_ms)
     return 0
+
+
+@contextmanager
+def forked(
+    args: argparse.Namespace, controller: Controller, request: dict[str, Any], *, keep: bool = False
+) -> Iterator[list[SandboxInfo]]:
+    """What the request makes. Removed when the block fails or is interrupted, at any point, unless it is to `keep`."""
+    key = f"cli-{secrets.token_hex(16)}"
+    infos: list[SandboxInfo] | None = None
+    try:
+        infos = _spawn(controller, request, key)
+        yield infos
+    except BaseException as error:
+        refused = infos is None and isinstance(error, ForkdError) and not isinstance(error, Unreachable)
+        if infos is not None and keep:
+            note_kept(infos)
+        elif not refused:
+            _undo(args, key)
+        raise
+
+
+def note_kept(infos: list[SandboxInfo]) -> None:
+    ids = " ".join(info["id"] for info in infos)
+    note(f"forkd: kept {ids}; remove it with: forkd rm {ids}")
+
+
+def _spawn(controller: Controller, request: dict[str, Any], key: str) -> list[SandboxInfo]:
+    try:
+        return controller.spawn_sandboxes(**request, idempotency_key=key)
+    except NotFound as error:
+        suggest_snapshot(controller, request["snapshot_tag"], error)
+        raise
+
+
+def _undo(args: argparse.Namespace, key: str) -> None:
+    """Removes what the request made, which may still be in progress; nothing is made by that.
+
+    The old connection was interrupted at an unknown point and is not used again.
+    """
+    try:
+        with connect(args) as controller:
+            controller.cancel_spawn(key)
+    except ForkdError as error:
+        error.hint = "Some sandboxes may still run. List them with: forkd ls"
+        raise
 
 
 def render_request(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -149,20 +184,7 @@ def _settle(args: argparse.Namespace, controller: Controller, infos: list[Sandbo
         print(f"{sum(info['id'] in running for info in infos)} / {args.n} children alive")
 
 
-def _undo(args: argparse.Namespace, key: str) -> None:
-    """Removes what the request made, which may still be in progress; nothing is made by that.
-
-    The old connection was interrupted at an unknown point and is not used again.
-    """
-    try:
-        with connect(args) as controller:
-            controller.cancel_spawn(key)
-    except ForkdError as error:
-        error.hint = "Some sandboxes may still run. List them with: forkd ls"
-        raise
-
-
-def _end(controller: Controller, infos: list[SandboxInfo]) -> None:
+def end_all(controller: Controller, infos: list[SandboxInfo]) -> None:
     for sandbox_id, error in kill_all(controller, [info["id"] for info in infos]).items():
         if not isinstance(error, NotFound):
             note(f"warning: {sandbox_id} could not be ended: {error.message}")

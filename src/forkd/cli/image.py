@@ -12,7 +12,8 @@ from forkd.cli.arguments import add_json
 from forkd.cli.commands import Actions
 from forkd.cli.output import print_facts, print_json, print_lines, print_rows, render_age, render_size, show
 from forkd.cli.progress import Shown
-from forkd.errors import InvalidInput
+from forkd.cli.report import report_removed
+from forkd.errors import ForkdError, InvalidInput
 from forkd.host.paths import find_home
 from forkd.image import Image, ImageSpec, ImageStore, debian_spec, directory_spec, get_recipe, recipe_names
 from forkd.image.spec import DEFAULT_SUITE
@@ -92,9 +93,14 @@ def run_rm(args: argparse.Namespace) -> int:
     home = find_home()
     store = ImageStore(home)
     in_use = SnapshotStore(home.snapshots).images_in_use()
-    for ref in args.image:
-        store.remove(ref, in_use)
-    return show(args, {"removed": args.image})
+    removed, failed = [], {}
+    for ref in dict.fromkeys(args.image):
+        try:
+            store.remove(ref, in_use)
+            removed.append(ref)
+        except ForkdError as error:
+            failed[ref] = error
+    return report_removed(args, removed, failed)
 
 
 def run_prune(args: argparse.Namespace) -> int:

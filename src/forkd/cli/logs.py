@@ -1,15 +1,17 @@
-"""`forkd logs`: a sandbox's console."""
+"""`forkd logs`: a sandbox's console, or the output of one of its processes."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from forkd.cli.arguments import add_daemon_options
 from forkd.cli.connect import connect
-from forkd.cli.output import print_json
+from forkd.cli.guest_command import show_output
+from forkd.cli.output import note, print_json
 from forkd.cli.sandboxes import add_sandbox, resolve
 from forkd.errors import InvalidInput, NotFound
 
@@ -25,21 +27,44 @@ def add_logs(parser: argparse.ArgumentParser) -> None:
     parser.description = "Show the last 1 MiB of what the guest wrote to its console."
     add_sandbox(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="show more until the sandbox ends")
+    parser.add_argument(
+        "--pid", type=int, metavar="PID", help="the output of this process (forkd exec -d), until it ends"
+    )
     add_daemon_options(parser, json="print one JSON object")
 
 
 def run_logs(args: argparse.Namespace) -> int:
     if args.json and args.follow:
         raise InvalidInput("--json and --follow cannot be combined", hint="Leave one of them out")
+    if args.json and args.pid is not None:
+        raise InvalidInput("--json and --pid cannot be combined", hint="Leave --json out")
     with connect(args) as controller:
         sandbox_id = resolve(controller, args.sandbox)
-        if args.json:
+        if args.pid is not None:
+            _show_process(controller, sandbox_id, args.pid)
+        elif args.json:
             print_json({"id": sandbox_id, "console": controller.sandbox_console(sandbox_id)})
         elif args.follow:
             _follow(controller, sandbox_id)
         else:
-            _show(controller.sandbox_console(sandbox_id))
+            _show_now(controller, sandbox_id)
     return 0
+
+
+def _show_process(controller: Controller, sandbox_id: str, pid: int) -> None:
+    with closing(controller.process_output(sandbox_id, pid)) as events:
+        for event in events:
+            show_output(event)
+
+
+def _show_now(controller: Controller, sandbox_id: str) -> None:
+    text = controller.sandbox_console(sandbox_id)
+    _show(text)
+    if not text:
+        note(
+            f"forkd: the console of {sandbox_id} is empty: a fork writes to its own only what its kernel and programs"
+            " write to /dev/console from now on. The output of a command: forkd exec, or forkd logs --pid"
+        )
 
 
 def _follow(controller: Controller, sandbox_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Whole sandboxes: finding the one that was typed; `forkd ls`, `tree`, `pause`, `resume`, `rename`, `rm`."""
+"""Whole sandboxes: finding the one that was typed; `forkd ls`, `pause`, `resume`, `rename`, `rm`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ from forkd.cli.arguments import add_daemon_options, add_pairs, parse_pairs, rend
 from forkd.cli.connect import connect
 from forkd.cli.output import (
     note,
-    open_console,
     print_columns,
     print_json,
     print_lines,
     render_age,
-    render_plain,
     show,
 )
+from forkd.cli.suggestions import suggest
 from forkd.errors import ForkdError, InvalidInput, NotFound
-from forkd.wire.api import Lineage, LineageSnapshot, SandboxInfo
+from forkd.wire.api import SandboxInfo
 
 if TYPE_CHECKING:
-    from rich.tree import Tree
-
     from forkd.client import Controller
 
 _STATES = ("starting", "running", "paused", "stopping", "dead")
@@ -48,18 +45,20 @@ def resolve(controller: Controller, text: str) -> str:
 def resolve_all(controller: Controller, texts: Sequence[str]) -> list[str]:
     """The ids, each once. The daemon is asked only for those that are not given in full."""
     known: list[SandboxInfo] = [] if all(map(_WHOLE_ID.fullmatch, texts)) else controller.list_sandboxes()
-    named = {info["name"]: info["id"] for info in known}
+    named = {info["name"]: info["id"] for info in known if info["name"]}
     ids = [info["id"] for info in known]
-    found = (text if _WHOLE_ID.fullmatch(text) else named.get(text) or match_id(text, ids) for text in texts)
+    found = (text if _WHOLE_ID.fullmatch(text) else named.get(text) or match_id(text, ids, named) for text in texts)
     return list(dict.fromkeys(found))
 
 
-def match_id(text: str, known: Iterable[str]) -> str:
-    """The one id that begins with this text, with or without `sb-`."""
+def match_id(text: str, known: Sequence[str], names: Iterable[str] = ()) -> str:
+    """The one id that begins with this text, with or without `sb-`. The names are for advice."""
     wanted = _ID_PREFIX + text.removeprefix(_ID_PREFIX)
     found = [each for each in known if each.startswith(wanted)] if wanted != _ID_PREFIX else []
     if not found:
-        raise NotFound(f"There is no sandbox {ascii(text[:70])[1:-1]}", hint="List them with: forkd ls")
+        meant = suggest(text, [*names, *known])
+        asked = f"Did you mean {meant}? " if meant else ""
+        raise NotFound(f"There is no sandbox {ascii(text[:70])[1:-1]}", hint=f"{asked}List them with: forkd ls")
     if len(found) > 1:
         more = f" and {len(found) - _IDS_SHOWN} more" if len(found) > _IDS_SHOWN else ""
         raise InvalidInput(
@@ -129,67 +128,6 @@ def render_deadline(info: SandboxInfo, now: float) -> str:
         return ""
     left = info["deadline_unix"] - now
     return f"{info['on_timeout']} in {render_age(left)}" if left > 0 else f"{info['on_timeout']} now"
-
-
-def add_tree(parser: argparse.ArgumentParser) -> None:
-    add_daemon_options(parser, json="print one JSON object")
-
-
-def run_tree(args: argparse.Namespace) -> int:
-    with connect(args) as controller:
-        lineage = controller.lineage()
-    return show(args, lineage, _print_trees)
-
-
-def _print_trees(lineage: Lineage) -> None:
-    if not lineage["snapshots"] and not lineage["orphans"]:
-        note("There are no snapshots; make one with: forkd snapshot create --image IMAGE --tag TAG")
-        return
-    console = open_console()
-    for root in build_trees(lineage, time.time()):
-        console.print(root)
-
-
-def build_trees(lineage: Lineage, now: float) -> list[Tree]:
-    """A tree for each snapshot whose parent is gone or that has none; then one of the sandboxes without a snapshot."""
-    from rich.text import Text
-    from rich.tree import Tree
-
-    tags = {snapshot["tag"] for snapshot in lineage["snapshots"]}
-    below: dict[str | None, list[LineageSnapshot]] = {}
-    for snapshot in lineage["snapshots"]:
-        parent = snapshot["parent_tag"]
-        below.setdefault(parent if parent in tags and parent != snapshot["tag"] else None, []).append(snapshot)
-
-    def grow(snapshot: LineageSnapshot) -> Tree:
-        status = "" if snapshot["status"] == "ready" else f"  {snapshot['status']}"
-        tree = Tree(Text(snapshot["tag"] + status))
-        for info in snapshot["sandboxes"]:
-            tree.add(Text(_render_leaf(info, now)))
-        for child in below.get(snapshot["tag"], []):
-            tree.children.append(grow(child))
-        return tree
-
-    trees = [grow(snapshot) for snapshot in below.get(None, [])]
-    if lineage["orphans"]:
-        orphans = Tree(Text("snapshot gone"))
-        for info in lineage["orphans"]:
-            orphans.add(Text(f"{_render_leaf(info, now)}  of {info['snapshot_tag']}"))
-        trees.append(orphans)
-    return trees
-
-
-def _render_leaf(info: SandboxInfo, now: float) -> str:
-    parts = [
-        info["id"],
-        info["name"] or "",
-        info["state"],
-        render_age(now - info["created_at_unix"]),
-        render_deadline(info, now),
-        f"workspace {info['workspace']}" if info["workspace"] else "",
-        info["cause"] or "",
-    ]
-    return render_plain("  ".join(part for part in parts if part))
 
 
 def add_pause(parser: argparse.ArgumentParser) -> None:

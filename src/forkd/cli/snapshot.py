@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forkd.cli.arguments import add_daemon_options
+from forkd.cli.arguments import add_daemon_options, add_duration
 from forkd.cli.commands import Actions
 from forkd.cli.connect import connect, remove_all
 from forkd.cli.interrupts import Interrupts
@@ -40,9 +40,7 @@ def add_snapshot(parser: argparse.ArgumentParser) -> None:
     create.add_argument("--warm", metavar="CODE", help="Python to run in the interpreter, such as 'import numpy'")
     create.add_argument("--warm-script", metavar="FILE", help="the same, from a file")
     create.add_argument("--warm-command", metavar="COMMAND", help="shell command to run in the guest")
-    create.add_argument(
-        "--warm-timeout", type=float, default=300.0, metavar="S", help="limit for each warm-up (default 300)"
-    )
+    add_duration(create, "--warm-timeout", "limit for each warm-up, such as 90s or 10m (default 300)", 300.0)
     create.add_argument(
         "--rehearse", metavar="CODE", help="Python to run in a template, so that its forks run it faster"
     )

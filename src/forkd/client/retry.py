@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+import json
 import random
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forkd.client.call import Again, Call
+from forkd.errors import NoCapacity
 
 if TYPE_CHECKING:
     import httpx
@@ -27,7 +29,7 @@ class Fate(enum.Enum):
     UNSENT = "nothing of it can have arrived"
     LOST = "it may have arrived; its answer did not"
     SLOW = "no answer in time"
-    BUSY = "refused for now: 503 with Retry-After"
+    BUSY = "refused for now: 503 with Retry-After, and not for lack of memory or disk"
     ANSWERED = "an answer that another attempt will not change"
 
 
@@ -77,9 +79,18 @@ def classify(outcome: Outcome) -> Failure:
     if not isinstance(outcome, httpx.Response):
         return Failure(fate_of(outcome))
     retry_after_s = parse_retry_after(outcome.headers.get("retry-after"))
-    if outcome.status_code == 503 and retry_after_s is not None:
+    if outcome.status_code == 503 and retry_after_s is not None and not _is_full(outcome.content):
         return Failure(Fate.BUSY, retry_after_s)
     return Failure(Fate.ANSWERED)
+
+
+def _is_full(body: bytes) -> bool:
+    """Memory and disk come free when somebody frees them, not within seconds: the caller learns of it at once."""
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(answer, dict) and answer.get("code") == NoCapacity.code
 
 
 def fate_of(error: httpx.HTTPError) -> Fate:

@@ -12,9 +12,10 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from forkd.errors import Conflict, HostLacks, InvalidInput, NotFound, SnapshotDamaged
 from forkd.host.files import enough_disk, locked, staged_directory, sweep_staging, verify_files, write_atomic
@@ -32,6 +33,8 @@ from forkd.image.manifest import (
 from forkd.image.pieces import collect_pieces, sweep_pieces
 from forkd.image.spec import ImageSpec, Progress, Silent
 from forkd.model.names import ImageName, parse_image_name
+
+_NO_USE: Mapping[str, Sequence[str]] = MappingProxyType({})
 
 
 class ImageStore:
@@ -83,10 +86,10 @@ class ImageStore:
             images += [self._image(manifest, name) for name in mine or (None,)]
         return sorted(images, key=lambda image: image.created, reverse=True)
 
-    def remove(self, ref: str, in_use: Collection[str] = frozenset()) -> None:
+    def remove(self, ref: str, in_use: Mapping[str, Sequence[str]] = _NO_USE) -> None:
         """Remove the name, and with its last name the image; by id, remove the image and all its names.
 
-        `in_use` are the ids that snapshots were made from.
+        `in_use` has the ids that snapshots were made from, each with their tags.
         """
         self._prepare()
         with locked(self._changing):
@@ -96,7 +99,12 @@ class ImageStore:
                 (self._names / name).unlink(missing_ok=True)
                 return
             if image_id in in_use:
-                raise Conflict(f"The image {ref} is in use", hint="Remove the snapshots made from it first")
+                tags = in_use[image_id]
+                noun = "snapshot" if len(tags) == 1 else "snapshots"
+                raise Conflict(
+                    f"The image {ref} is in use by {noun} {', '.join(tags)}",
+                    hint=f"Remove what was made from it first: forkd snapshot rm {' '.join(tags)}",
+                )
             if image_id not in self._ids():
                 raise NotFound(f"There is no image {ref}", hint="See forkd image ls")
             for known in names:

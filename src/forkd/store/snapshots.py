@@ -80,9 +80,12 @@ class SnapshotStore:
                     unusable.append(Unusable(tag, self._path(tag), error))
         return Listing(tuple(snapshots), tuple(unusable))
 
-    def images_in_use(self) -> frozenset[str]:
-        """Including those of damaged snapshots. Raises SnapshotDamaged when a manifest does not name its image."""
-        ids = set()
+    def images_in_use(self) -> dict[str, tuple[SnapshotTag, ...]]:
+        """By id, the tags that were made from each, damaged ones too.
+
+        Raises SnapshotDamaged when a manifest does not name its image.
+        """
+        tags: dict[str, tuple[SnapshotTag, ...]] = {}
         for tag in self._tags():
             try:
                 image_id = find_image_id(self._read(tag))
@@ -93,8 +96,8 @@ class SnapshotStore:
                     f"Which image snapshot {tag} was made from is unknown: its manifest is damaged",
                     hint=render_remedy(tag),
                 )
-            ids.add(image_id)
-        return frozenset(ids)
+            tags[image_id] = (*tags.get(image_id, ()), tag)
+        return tags
 
     def has(self, tag: SnapshotTag) -> bool:
         return (self._path(tag) / _MANIFEST).is_file()
@@ -203,7 +206,7 @@ def _lock(fd: int, kind: int, tag: SnapshotTag) -> None:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise Conflict(
-            f"Snapshot {tag} is in use", hint="Wait until the forks and commands that use it have ended"
+            f"Snapshot {tag} is in use: a fork or a template of it is being made", hint="Try again when that is done"
         ) from None
 
 

@@ -1,0 +1,28 @@
+"""Did you mean …? The known word that is most like a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from forkd.errors import ForkdError, NotFound
+
+if TYPE_CHECKING:
+    from forkd.client import Controller
+
+_ALIKE = 0.6
+_LONGEST = 80  # comparing takes the square of it
+
+
+def suggest(word: str, known: Iterable[str]) -> str | None:
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(word[:_LONGEST], list(known), 1, _ALIKE)), None)
+
+
+def suggest_snapshot(controller: Controller, tag: str, error: NotFound) -> None:
+    """Adds the snapshot that was probably meant to the error's hint."""
+    with suppress(ForkdError):
+        if meant := suggest(tag, [info["tag"] for info in controller.list_snapshots()]):
+            error.hint = f"Did you mean {meant}? {error.hint or 'List them with: forkd snapshot ls'}"
