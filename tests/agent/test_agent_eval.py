@@ -79,6 +79,14 @@ async def test_plain_values_keep_their_types(agent: Agent) -> None:
         assert type(result.value) is type(value) and result.value == value
 
 
+@pytest.mark.parametrize("end", ["", "\n", "\r\n"])
+async def test_carets_stand_below_what_failed(agent: Agent, end: str) -> None:
+    error = (await agent.eval(f"x = 1\nx + missing + x{end}")).error
+    assert error is not None
+    source, carets = error.traceback.splitlines()[2:4]
+    assert source[carets.index("^") : carets.rindex("^") + 1] == "missing"
+
+
 async def test_exceptions_come_with_their_source_lines_and_without_ours(agent: Agent) -> None:
     await agent.eval("def divide(x):\n    return 1 / x")
     error = (await agent.eval("print('before')\ndivide(0)")).error

@@ -201,7 +201,9 @@ class Evaluator:
 
     def _remember(self, name: str, code: str) -> None:
         """Keep the source for tracebacks and inspect; the oldest is dropped first."""
-        self._linecache.cache[name] = (len(code), None, code.splitlines(True), name)
+        # As linecache itself keeps files: without a newline at the end carets are a column off.
+        lines = [line + "\n" for line in code.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
+        self._linecache.cache[name] = (len(code), None, lines, name)
         self._sources.append((name, len(code)))
         self._source_bytes += len(code)
         while len(self._sources) > _SOURCES_KEPT or self._source_bytes > _SOURCE_BYTES_KEPT:

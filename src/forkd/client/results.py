@@ -117,7 +117,7 @@ def value_of(body: Mapping[str, Any]) -> Any:
     """What `eval_value` gives."""
     shown = repr_of(body)
     if shown != _NONE and not body.get("has_value"):
-        raise InvalidInput(f"The value is not one that JSON has: {shown[:200]}", hint="eval() gives its repr")
+        raise InvalidInput(f"The value cannot be written as JSON: {shown[:200]}", hint="eval() gives its repr")
     return body.get("value")
 
 

@@ -101,7 +101,7 @@ class Param:
         except ValidationError as error:
             if self.place == "path":
                 hint = "See /openapi.json for what names look like"
-                raise NotFound(f"Nothing here can have this {self.key}", hint=hint) from None
+                raise NotFound(f"Invalid {self.key} in the path", hint=hint) from None
             raise error_of_validation(error, self.key) from None
 
     def _find(self, call: Call, query: Mapping[str, list[str]]) -> str | list[str] | None:
