@@ -69,6 +69,14 @@ def test_help_lists_every_command_in_its_group_and_shows_examples(cli: Cli) -> N
     assert cli.ask("--version").stdout.startswith("forkd ")
 
 
+def test_help_imports_next_to_nothing(cli: Cli) -> None:
+    code = "import sys; from forkd.cli.main import main; main(['--help']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=cli.env, capture_output=True, text=True, timeout=DEADLINE_S)
+    imported = set(done.stdout.splitlines()[-1].split())
+    assert "forkd.cli.commands" in imported
+    assert imported & {"argparse", "asyncio", "dataclasses", "httpx", "inspect", "json", "pathlib", "rich"} == set()
+
+
 def test_help_of_a_command_can_be_asked_for_in_two_ways(cli: Cli) -> None:
     shown = cli.ask("fork", "--help").stdout
     assert shown.startswith("usage: forkd fork")

@@ -53,8 +53,16 @@ def test_what_is_kept_can_be_found(warm: Cli) -> None:
     assert warm.ask("kill", info["id"]).stdout == f"{info['id']}\n"
 
 
-def test_a_fork_of_a_tag_that_was_mistyped_gets_advice(warm: Cli) -> None:
-    check(warm.ask("fork", "wram"), 3, "There is no snapshot wram", "Did you mean warm?")
+def test_a_tag_or_a_name_that_was_mistyped_gets_advice(warm: Cli) -> None:
+    for words in (
+        ["fork", "wram"],
+        ["snapshot", "inspect", "wram"],
+        ["workspace", "create", "w", "--snapshot", "wram"],
+    ):
+        check(warm.ask(*words), 3, "There is no snapshot wram", "Did you mean warm?")
+    done = warm.ask("fork", "nothing-like-it")
+    check(done, 3, "There is no snapshot nothing-like-it")
+    assert "Did you mean" not in done.stderr
     warm.ask("rename", warm.fork(), "web")
     check(warm.ask("inspect", "wbe"), 3, "There is no sandbox wbe", "Did you mean web?")
 

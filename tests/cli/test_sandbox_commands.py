@@ -307,7 +307,7 @@ print(*sorted(sys.modules))
 """
 
 
-@pytest.mark.parametrize("words", [["ls", "--json"], ["exec", "SANDBOX", "--", "true"], ["eval", "SANDBOX", "None"]])
+@pytest.mark.parametrize("words", [["ls"], ["exec", "SANDBOX", "--", "true"], ["eval", "SANDBOX", "None"]])
 def test_a_command_that_asks_the_daemon_imports_nothing_of_the_servers_side(
     warm: Cli, sandbox: str, words: list[str]
 ) -> None:

@@ -107,9 +107,10 @@ def expand_alias(words: Sequence[str]) -> list[str]:
 
 
 def add_commands(parser: argparse.ArgumentParser, only: str | None) -> None:
-    """All commands, or `only` one of them and the names of the others: enough to parse it."""
+    """All commands, or `only` one of them; without arguments all of them, if there is none of that name."""
     below = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, each in COMMANDS.items():
+    for name in (only,) if only in COMMANDS else COMMANDS:
+        each = COMMANDS[name]
         made = below.add_parser(name, help=each.about, description=_render_description(each.about))
         if only in (None, name):
             module = importlib.import_module(f"forkd.cli.{each.module}")

@@ -24,7 +24,7 @@ from forkd.cli.connect import connect
 from forkd.cli.interrupts import Interrupts
 from forkd.cli.output import note, print_json
 from forkd.cli.sandboxes import kill_all, show_sandboxes
-from forkd.cli.suggestions import suggest_snapshot
+from forkd.cli.suggestions import suggesting_snapshot
 from forkd.errors import ForkdError, InvalidInput, NotFound, Unreachable
 from forkd.model.machine import parse_count
 from forkd.model.names import parse_tag
@@ -80,7 +80,8 @@ def forked(
     key = f"cli-{secrets.token_hex(16)}"
     infos: list[SandboxInfo] | None = None
     try:
-        infos = _spawn(controller, request, key)
+        with suggesting_snapshot(controller, request["snapshot_tag"]):
+            infos = controller.spawn_sandboxes(**request, idempotency_key=key)
         yield infos
     except BaseException as error:
         refused = infos is None and isinstance(error, ForkdError) and not isinstance(error, Unreachable)
@@ -94,14 +95,6 @@ def forked(
 def note_kept(infos: list[SandboxInfo]) -> None:
     ids = " ".join(info["id"] for info in infos)
     note(f"forkd: kept {ids}; remove it with: forkd rm {ids}")
-
-
-def _spawn(controller: Controller, request: dict[str, Any], key: str) -> list[SandboxInfo]:
-    try:
-        return controller.spawn_sandboxes(**request, idempotency_key=key)
-    except NotFound as error:
-        suggest_snapshot(controller, request["snapshot_tag"], error)
-        raise
 
 
 def _undo(args: argparse.Namespace, key: str) -> None:

@@ -5,11 +5,12 @@ Only what `forkd --help` needs is imported at the top: this module is what peopl
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from forkd.cli.commands import COMMANDS, expand_alias, explain_missing, render_help
 from forkd.errors import ForkdError
@@ -19,7 +20,20 @@ if TYPE_CHECKING:
     from types import FrameType
 
 _INTERRUPTED = 130
+_GC_THRESHOLD = 100_000  # objects; more than all modules make
 _HELP = (["-h"], ["--help"])
+
+
+def run() -> NoReturn:
+    """The console script. Looking for garbage while modules are imported and once more at the end is a sixth of the
+    time of a short command, and finds none."""
+    long_running = sys.argv[1:2] == ["serve"]
+    if not long_running:
+        gc.set_threshold(_GC_THRESHOLD)
+    code = main()
+    if not long_running:
+        gc.freeze()
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,4 +81,4 @@ def _on_termination(number: int, _frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

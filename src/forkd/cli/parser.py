@@ -76,7 +76,7 @@ def parse_into(args: argparse.Namespace, parser: Parser, words: Sequence[str]) -
 
 
 def build_parser(only: str | None = None) -> Parser:
-    """With every command, or with the arguments of `only` one ("" for none) and the names of the others."""
+    """With every command, or with `only` one; with the names of all, if there is none of that name."""
     parser = Parser(prog=_PROGRAM)
     parser.add_argument("--version", action="version", version=f"forkd {__version__}")
     add_commands(parser, only)

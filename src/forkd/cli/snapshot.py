@@ -12,6 +12,7 @@ from forkd.cli.commands import Actions
 from forkd.cli.connect import connect, remove_all
 from forkd.cli.interrupts import Interrupts
 from forkd.cli.output import note, print_columns, print_facts, print_lines, render_size, render_time, show
+from forkd.cli.suggestions import suggesting_snapshot
 from forkd.errors import Conflict, ForkdError, InvalidInput, NotFound
 from forkd.model.machine import MachineSpec
 from forkd.model.names import SnapshotTag, parse_image_name, parse_tag
@@ -181,7 +182,7 @@ def run_ls(args: argparse.Namespace) -> int:
 
 def run_inspect(args: argparse.Namespace) -> int:
     tag = parse_tag(args.tag)
-    with connect(args) as controller:
+    with connect(args) as controller, suggesting_snapshot(controller, tag):
         info = controller.get_snapshot(tag)
         if info["status"] == "failed":
             raise _failure(info)
@@ -190,8 +191,9 @@ def run_inspect(args: argparse.Namespace) -> int:
 
 
 def run_warm(args: argparse.Namespace) -> int:
-    with connect(args) as controller:
-        info = controller.warm_snapshot(parse_tag(args.tag))
+    tag = parse_tag(args.tag)
+    with connect(args) as controller, suggesting_snapshot(controller, tag):
+        info = controller.warm_snapshot(tag)
     return show(args, info, _print_template)
 
 

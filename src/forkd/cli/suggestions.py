@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from forkd.errors import ForkdError, NotFound
@@ -21,8 +21,13 @@ def suggest(word: str, known: Iterable[str]) -> str | None:
     return next(iter(get_close_matches(word[:_LONGEST], list(known), 1, _ALIKE)), None)
 
 
-def suggest_snapshot(controller: Controller, tag: str, error: NotFound) -> None:
-    """Adds the snapshot that was probably meant to the error's hint."""
-    with suppress(ForkdError):
-        if meant := suggest(tag, [info["tag"] for info in controller.list_snapshots()]):
-            error.hint = f"Did you mean {meant}? {error.hint or 'List them with: forkd snapshot ls'}"
+@contextmanager
+def suggesting_snapshot(controller: Controller, tag: str) -> Iterator[None]:
+    """An unknown tag inside gets the snapshot that was probably meant into its hint."""
+    try:
+        yield
+    except NotFound as error:
+        with suppress(ForkdError):
+            if meant := suggest(tag, [info["tag"] for info in controller.list_snapshots()]):
+                error.hint = f"Did you mean {meant}? {error.hint or 'List them with: forkd snapshot ls'}"
+        raise

@@ -10,6 +10,7 @@ from forkd.cli.arguments import add_daemon_options, add_limit_options, render_li
 from forkd.cli.commands import Actions
 from forkd.cli.connect import connect, remove_all
 from forkd.cli.output import note, print_rows, render_age, show
+from forkd.cli.suggestions import suggesting_snapshot
 from forkd.model.names import parse_tag
 from forkd.wire.api import WorkspaceInfo
 
@@ -34,7 +35,7 @@ def add_workspace(parser: argparse.ArgumentParser) -> None:
 
 def run_create(args: argparse.Namespace) -> int:
     tag = parse_tag(args.snapshot)
-    with connect(args) as controller:
+    with connect(args) as controller, suggesting_snapshot(controller, tag):
         info = controller.create_workspace(args.name, tag, args.per_child_netns, **render_limits(args))
     return show(args, info, lambda info: _print([info]))
 

@@ -23,7 +23,6 @@ from forkd.client.arguments import (
 )
 from forkd.client.call import API, Again, Call, delete, get, post, query_of, read_answer
 from forkd.client.endpoint import Endpoint, find_endpoint
-from forkd.client.results import FileWritten
 from forkd.client.stream import StreamEvent
 from forkd.client.transport import Transport
 from forkd.errors import ForkdError, Unreachable
@@ -375,12 +374,12 @@ class Controller:
         mode: int | str | None = None,
         append: bool = False,
         mtime_ns: int | None = None,
-    ) -> FileWritten:
+    ) -> api.FileWritten:
         """`mode` as a number (0o644) or octal digits ("644"). The file appears when complete."""
         digits = f"{mode:o}" if isinstance(mode, int) else mode
         sent = content_of(content)
         call = Call(
-            FileWritten,
+            api.FileWritten,
             "PUT",
             (API, "sandboxes", sandbox_id, "files"),
             query_of(path=path_text(path), mode=digits, append="true" if append else None, mtime_ns=mtime_ns),
@@ -392,9 +391,8 @@ class Controller:
 
     def read_archive(self, sandbox_id: str, path: GuestPath) -> Generator[bytes, None, None]:
         """A tar archive of what is in a directory."""
-        return self.transport.download(
-            get(bytes, "sandboxes", sandbox_id, "archive", query=query_of(path=path_text(path)))
-        )
+        query = query_of(path=path_text(path))
+        return self.transport.download(get(bytes, "sandboxes", sandbox_id, "archive", query=query))
 
     def write_archive(self, sandbox_id: str, path: GuestPath, content: Data) -> api.ArchiveWritten:
         """Unpack a tar archive into a directory, which is made."""

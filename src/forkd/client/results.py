@@ -5,10 +5,10 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, TypedDict
+from typing import Any, Self
 
 from forkd.errors import ForkdError, InvalidInput
-from forkd.wire.api import ExecResponse
+from forkd.wire.api import ExecResponse, FileWritten
 
 _NONE = repr(None)
 
@@ -119,11 +119,6 @@ def value_of(body: Mapping[str, Any]) -> Any:
     if shown != _NONE and not body.get("has_value"):
         raise InvalidInput(f"The value cannot be written as JSON: {shown[:200]}", hint="eval() gives its repr")
     return body.get("value")
-
-
-class FileWritten(TypedDict):
-    path: str
-    size: int
 
 
 @dataclass(frozen=True)
