@@ -164,6 +164,7 @@ def test_what_the_daemon_says_is_told_in_the_words_of_the_command_line(said: str
 def test_the_apis_description_is_never_the_advice() -> None:
     assert translate_hint("See /openapi.json for what it takes", ["fork", "x"]) == "See: forkd fork --help"
     assert translate_hint("Raise timeout_secs", []) == "Raise --timeout"
+    assert translate_hint("Choose another tag or ask to replace it", []) == "Choose another tag or pass --replace"
     assert translate_hint(None, []) is None
 
 

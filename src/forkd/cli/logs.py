@@ -62,8 +62,8 @@ def _show_now(controller: Controller, sandbox_id: str) -> None:
     _show(text)
     if not text:
         note(
-            f"forkd: the console of {sandbox_id} is empty: a fork writes to its own only what its kernel and programs"
-            " write to /dev/console from now on. The output of a command: forkd exec, or forkd logs --pid"
+            f"forkd: the console of {sandbox_id} is empty: a fork has no console output of its own until its kernel or"
+            " a program writes to /dev/console. The output of a command: forkd exec, or forkd logs --pid"
         )
 
 

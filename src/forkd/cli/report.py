@@ -54,6 +54,8 @@ _CHECKED = {
     "type": "--type",
     "user": "--user",
 }
+# What is asked for in the API, and how it is asked for here.
+_REQUESTS = {"ask to replace it": "pass --replace"}
 _FIELD = re.compile(rf"\b({'|'.join(_WORDS)})\b")
 _CHECK = re.compile(r"(\w+)(?:\.[\w.]+)?: (?:Input should|Value error,|[A-Z]\w+ should) ?(.*)", re.DOTALL)
 _OUTPUTS = ("stdout", "stderr", "truncated")
@@ -127,6 +129,8 @@ def translate_hint(hint: str | None, words: Sequence[str]) -> str | None:
         return None
     if "openapi.json" in hint:
         return f"See: forkd {words[0]} --help" if words else "See: forkd --help"
+    for request, option in _REQUESTS.items():
+        hint = hint.replace(request, option)
     return translate(hint)
 
 

@@ -228,7 +228,7 @@ def _find_room(pid: int, maps: str, memory: int) -> int:
         base = end - DETOUR_BYTES
         if fits_detour(os.pread(memory, DETOUR_BYTES, base)):
             return base
-    raise NotForkable(f"The code of process {pid} has no room for {DETOUR_BYTES} bytes of ours")
+    raise NotForkable(f"The code of process {pid} has no room for {DETOUR_BYTES} more bytes")
 
 
 def read_descriptors(pid: int) -> dict[int, Descriptor]:
