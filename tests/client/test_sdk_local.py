@@ -14,7 +14,7 @@ from support_images import made_home
 from bench.served import find_free_port
 from forkd import AsyncController, Controller, InvalidInput, Unreachable
 from forkd.cli.background import stop_daemon
-from forkd.client import local
+from forkd.client import endpoint, local
 from forkd.host.paths import Home
 
 CREATE = "from forkd import Sandbox\nSandbox.create('python')"
@@ -29,6 +29,8 @@ def alone(tmp_path: Path, nothing_left: None, monkeypatch: pytest.MonkeyPatch) -
         for name, value in environment(home, "fake").items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("FORKD_BIND", "none")
+        # Where a daemon of this machine could listen, which is not ours to ask.
+        monkeypatch.setattr(endpoint, "DEFAULT_URL", f"http://127.0.0.1:{find_free_port()}")
         yield home
 
 
