@@ -57,6 +57,7 @@ KERNEL_ARGS = f"{_PLAIN} {_IDLE} {_ONCE}"
 
 # Cursor movements, colours, resets: firmware and guests may write them, our reader's terminal must not obey them.
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[ -~])")
+_SLICES = re.compile(rb".{0,32767}(?:\n|\Z)|.{32768}", re.DOTALL)  # as many whole lines as fit
 
 
 @dataclass(frozen=True)
@@ -272,8 +273,18 @@ def tail_of(path: Path, limit_bytes: int = CONSOLE_TAIL_BYTES) -> str:
         file.seek(0, 2)
         file.seek(max(0, file.tell() - limit_bytes))
         data = file.read(limit_bytes)
-    text = _ESCAPES.sub("", data.decode("utf-8", "replace").replace("\r", ""))
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    return printable(data)
+
+
+def printable(output: bytes) -> str:
+    """Safe to print on a terminal. In slices: between them other threads get the interpreter."""
+    return "".join(map(_printable, _SLICES.findall(output)))
+
+
+def _printable(output: bytes) -> str:
+    text = _ESCAPES.sub("", output.decode("utf-8", "replace").replace("\r", ""))
+    # As many steps of Python as there are different characters, not as there are characters.
+    return text.translate({ord(c): "?" for c in set(text) if not c.isprintable() and c != "\n"})
 
 
 def refuse_cpu_template(machine: MachineSpec, engine: str) -> None:

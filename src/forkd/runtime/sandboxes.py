@@ -91,8 +91,9 @@ class Sandboxes:
             raise _not_running(self.get(sandbox_id))
         return live.answering()
 
-    def console(self, sandbox_id: str) -> str:
-        return tail_of(self.directory(self.get(sandbox_id).id) / CONSOLE, CONSOLE_BYTES)
+    async def console(self, sandbox_id: str) -> str:
+        path = self.directory(self.get(sandbox_id).id) / CONSOLE
+        return await in_thread(lambda: tail_of(path, CONSOLE_BYTES))
 
     # Changing
 

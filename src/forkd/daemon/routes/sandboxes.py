@@ -157,7 +157,7 @@ async def rename_sandbox(call: Call, id: SandboxId, body: NameBody) -> SandboxIn
 )
 async def read_console(call: Call, id: SandboxId) -> bytes:
     """The last 1 MiB of the guest's console; also of a dead one."""
-    return call.runtime.sandboxes.console(id).encode("utf-8", "replace")
+    return (await call.runtime.sandboxes.console(id)).encode("utf-8", "replace")
 
 
 @route("POST", "/v1/sandboxes/{id}/branch", errors=(409, 501))
