@@ -6,7 +6,7 @@ ForkdError
 ├── HostLacks, NoCapacity, BuildFailed, SnapshotDamaged, SnapshotIncompatible
 ├── EngineFailed ── NotForkable
 ├── GuestDied, GuestTimeout, WarmupFailed, ContractBroken
-└── AgentError ── ProtocolError, ChannelClosed, CommandNotStarted
+└── AgentError ── ProtocolError, ChannelClosed, CommandNotStarted, GuestFull
 """
 
 from __future__ import annotations
@@ -141,3 +141,11 @@ class ChannelClosed(AgentError, code="channel_closed"):
 
 class CommandNotStarted(AgentError, code="command_not_started"):
     """The command could not be executed at all."""
+
+
+class GuestFull(AgentError, code="no_space"):
+    """The guest's disk is full. What a guest writes is in its memory."""
+
+
+# Refusals of the agent that no caller handles on its own: AgentError, under these codes.
+AGENT_CODES = frozenset({"denied", "is_dir", "not_dir", "io", "busy", "too_many"})

@@ -36,7 +36,7 @@ def test_a_code_nobody_knows_is_kept() -> None:
 
 @pytest.mark.parametrize(
     ("code", "kind", "exit_code"),
-    [("denied", errors.AgentError, 15), ("not_dir", errors.AgentError, 15), ("no_space", errors.NoCapacity, 6)],
+    [("denied", errors.AgentError, 15), ("not_dir", errors.AgentError, 15), ("no_space", errors.GuestFull, 15)],
 )
 def test_what_a_guest_refuses_is_not_taken_for_a_fault_of_forkd(
     code: str, kind: type[errors.ForkdError], exit_code: int

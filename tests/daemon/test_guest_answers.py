@@ -1,12 +1,18 @@
 """What the routes of a guest answer: keys, output of any size, and errors that name what they are about."""
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 from support_client import JSON, Client
+from support_mounts import as_root, small_disk
 
+from forkd.client.controller import Controller
 from forkd.daemon.render import render_eval, render_exec
+from forkd.errors import GuestFull
 from forkd.guest.results import CommandResult, EvalResult
 from forkd.wire.agent import MAX_STREAMS
 from forkd.wire.api import EvalResponse, ExecResponse, required_keys
@@ -67,3 +73,62 @@ def test_a_command_with_too_many_arguments_is_told_how_many_there_may_be(client:
     answer = client.post(f"{sandbox}/exec", {"args": ["echo"] * 5000})
     assert answer.error == (400, "invalid_input")
     assert answer.body["error"] == "The command has 5000 arguments, and may have 4096"
+
+
+@pytest.mark.parametrize(
+    ("method", "route", "body", "status"),
+    [
+        ("GET", "files?path={}/x", None, 404),
+        ("DELETE", "files?path={}/x", None, 404),
+        ("GET", "files/stat?path={}/x", None, 404),
+        ("GET", "files/list?path={}/x", None, 404),
+        ("POST", "files/mkdir", {"path": "{}/x/y", "parents": False}, 404),
+        ("POST", "files/rename", {"path": "{}/x", "to": "{}/y"}, 404),
+        ("GET", "files?path={}", None, 400),
+        ("PUT", "files?path={}", None, 400),
+    ],
+)
+def test_an_error_about_a_file_names_it(
+    client: Client, sandbox: str, tmp_path: Path, method: str, route: str, body: dict[str, object] | None, status: int
+) -> None:
+    sent = None if body is None else {k: v.format(tmp_path) if isinstance(v, str) else v for k, v in body.items()}
+    answer = client.ask(method, f"{sandbox}/{route.format(tmp_path)}", sent)
+    assert answer.status == status, answer.content
+    expected = "No such file or directory: " if status == 404 else "Is a directory: "
+    assert answer.body["error"].startswith(f"{expected}{tmp_path}")
+
+
+def test_a_name_that_a_terminal_would_act_on_is_shown_and_not_sent_to_it(client: Client, sandbox: str) -> None:
+    answer = client.get(f"{sandbox}/files/stat?path=/%1b%5b2J/{'long' * 200}")
+    assert answer.body["error"].startswith("No such file or directory: /\\x1b[2J/long")
+    assert answer.body["error"].endswith("...")
+
+
+@as_root
+def test_a_full_guest_refuses_a_file_before_all_of_it_is_sent(client: Client, sandbox: str, tmp_path: Path) -> None:
+    size, sent = 512 * 1024 * 1024, 0
+    with small_disk(tmp_path / "guest", "2m") as guest, closing(client.connection()) as connection:
+        connection.putrequest("PUT", f"{sandbox}/files?path={guest}/large")
+        connection.putheader("Content-Length", str(size))
+        connection.endheaders()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while sent < size:
+                connection.send(bytes(1024 * 1024))
+                sent += 1024 * 1024
+        answer = connection.getresponse()
+        body = json.loads(answer.read())
+        assert list(guest.iterdir()) == [], "nothing is left of it"
+    assert sent < size
+    assert (answer.status, body["code"]) == (409, "no_space")
+    assert body["error"] == f"The guest's disk is full: {guest}/large" and "memory" in body["hint"]
+
+
+@as_root
+def test_a_client_that_writes_into_a_full_guest_is_told_so(places: list[str], sandbox: str, tmp_path: Path) -> None:
+    def content() -> Iterator[bytes]:
+        for _ in range(200):
+            yield bytes(1024 * 1024)
+
+    with small_disk(tmp_path / "guest", "2m") as guest, Controller(places[0]) as controller:
+        with pytest.raises(GuestFull, match="disk is full"):
+            controller.write_file(sandbox.rpartition("/")[2], f"{guest}/large", content())

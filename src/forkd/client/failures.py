@@ -27,7 +27,10 @@ def _walk(base: type[errors.ForkdError]) -> dict[str, type[errors.ForkdError]]:
     return found
 
 
-BY_CODE: Mapping[str, type[errors.ForkdError]] = _walk(errors.ForkdError)
+BY_CODE: Mapping[str, type[errors.ForkdError]] = {
+    **_walk(errors.ForkdError),
+    **dict.fromkeys(errors.AGENT_CODES, errors.AgentError),
+}
 
 # For answers without a code: those of proxies, and of the daemon this API comes from.
 _BY_STATUS: Mapping[int, type[errors.ForkdError]] = {
@@ -39,11 +42,6 @@ _BY_STATUS: Mapping[int, type[errors.ForkdError]] = {
     415: errors.InvalidInput,
     422: errors.InvalidInput,
     501: errors.Unsupported,
-}
-# Codes of a guest's files, which have no class of their own.
-_BY_GUEST_CODE: Mapping[str, type[errors.ForkdError]] = {
-    **dict.fromkeys(("denied", "is_dir", "not_dir", "io", "busy", "too_many"), errors.AgentError),
-    "no_space": errors.NoCapacity,
 }
 _TLS_HINT = "Name the file of the authority that signed the daemon's certificate in SSL_CERT_FILE"
 # What the daemon says of a token or of a document is for those who write HTTP themselves.
@@ -74,17 +72,13 @@ def error_of_answer(response: httpx.Response) -> errors.ForkdError:
 def error_of_body(body: Mapping[str, object], *, status: int | None, url: str) -> errors.ForkdError:
     """From `{"error", "code", "hint", "details"}`, each of which may be missing or of a wrong type."""
     code, hint, details = (_text(body.get(key)) for key in ("code", "hint", "details"))
-    kind = _kind_of(code) if code else _BY_STATUS.get(status or 0, errors.ForkdError)
+    kind = BY_CODE.get(code, errors.ForkdError) if code else _BY_STATUS.get(status or 0, errors.ForkdError)
     hint = None if hint and _FOR_HTTP in hint else _HINTS.get(code or "", hint)
     error = kind(_text(body.get("error")) or "No reason given", hint=hint, details=details)
     if code:
         error.code = code
     error.status, error.body, error.url = status, dict(body), url
     return error
-
-
-def _kind_of(code: str) -> type[errors.ForkdError]:
-    return BY_CODE.get(code) or _BY_GUEST_CODE.get(code, errors.ForkdError)
 
 
 def error_of_transport(error: httpx.HTTPError, *, name: str, url: str) -> errors.Unreachable:

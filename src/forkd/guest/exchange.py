@@ -7,10 +7,12 @@ import json
 from typing import Any
 
 from forkd.errors import (
+    AGENT_CODES,
     AgentError,
     CommandNotStarted,
     Conflict,
     ForkdError,
+    GuestFull,
     GuestTimeout,
     InvalidInput,
     NotFound,
@@ -40,20 +42,33 @@ _ERRORS: dict[str, type[ForkdError]] = {
     "not_empty": Conflict,
     "invalid": InvalidInput,
     "not_started": CommandNotStarted,
+    "no_space": GuestFull,
 }
-_CODES = frozenset({"denied", "is_dir", "not_dir", "no_space", "io", "busy", "too_many"})
+# Instead of the guest's words: "No space left on device" could be any device.
+_MESSAGES = {"no_space": "The guest's disk is full"}
+_HINTS = {"no_space": "It is in the guest's memory: remove files there, or make its snapshot with more --memory"}
 CALL_S = 30.0
 _MESSAGE_LIMIT = 500
+_PATH_SHOWN = 300
 _UNCOUNTED_BYTES = 64 * 1024
 _MAX_VALUES = 256 * 1024  # in a guest's JSON; as objects they take 30 times the bytes they were sent in
 _MAX_NUMBER = 1 << 63  # also keeps out NaN and infinity, which JSON in Python lets in
 
 
 class Exchange:
-    """Open from construction on. `what` completes "The guest did not … in time"."""
+    """Open from construction on. `what` completes "The guest did not … in time"; refusals name `about`, a path."""
 
-    def __init__(self, channel: Channel, what: str, kind: int, payload: bytes, deadline_s: float | None) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        what: str,
+        kind: int,
+        payload: bytes,
+        deadline_s: float | None,
+        about: str | None = None,
+    ) -> None:
         loop = asyncio.get_running_loop()
+        self._about = about
         self.number = 0
         self._channel = channel
         self._what = what
@@ -66,6 +81,10 @@ class Exchange:
         channel.open(self, kind, payload)
         if deadline_s is not None:
             self._timer = loop.call_later(deadline_s, self._on_deadline, deadline_s)
+
+    @property
+    def ended(self) -> bool:
+        return self._answer.done()
 
     async def answer(self) -> tuple[int, bytes]:
         """Flags and payload of the final answer; a refusal is raised."""
@@ -118,7 +137,7 @@ class Exchange:
             self._finish()
             self._settle((flags, payload))
         elif kind == FAIL:
-            failure = parse_failure(payload)
+            failure = parse_failure(payload, self._about)
             self._finish()
             self._fail(failure)
         elif kind == DATA:
@@ -186,8 +205,10 @@ class Caller:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
 
-    async def call(self, request: dict[str, Any], what: str, deadline_s: float = CALL_S) -> dict[str, Any]:
-        return await Exchange(self.channel, what, CALL, json.dumps(request).encode(), deadline_s).answer_json()
+    async def call(
+        self, request: dict[str, Any], what: str, deadline_s: float = CALL_S, about: str | None = None
+    ) -> dict[str, Any]:
+        return await Exchange(self.channel, what, CALL, json.dumps(request).encode(), deadline_s, about).answer_json()
 
 
 def parse_object(payload: bytes) -> dict[str, Any]:
@@ -200,19 +221,27 @@ def parse_object(payload: bytes) -> dict[str, Any]:
     return value
 
 
-def parse_failure(payload: bytes) -> ForkdError:
+def parse_failure(payload: bytes, about: str | None = None) -> ForkdError:
+    """`about`: the path that was asked for, which the guest does not repeat."""
     answer = parse_object(payload)
     code, message = answer.get("code"), answer.get("message")
     if not isinstance(code, str) or not isinstance(message, str):
         raise ProtocolError("The guest refused without saying why")
-    text = message[:_MESSAGE_LIMIT]
+    text = _MESSAGES.get(code, message[:_MESSAGE_LIMIT])
     errno_name = answer.get("errno")
-    if isinstance(errno_name, str):
+    if about is not None:
+        text = f"{text}: {_shown(about)}"
+    elif isinstance(errno_name, str):
         text = f"{text} ({errno_name[:20]})"
-    made = _ERRORS.get(code, AgentError)(text)
-    if type(made) is AgentError and code in _CODES:
+    made = _ERRORS.get(code, AgentError)(text, hint=_HINTS.get(code))
+    if type(made) is AgentError and code in AGENT_CODES:
         made.code = code
     return made
+
+
+def _shown(path: str) -> str:
+    text = path if path.isprintable() else ascii(path)[1:-1]
+    return text if len(text) <= _PATH_SHOWN else f"{text[:_PATH_SHOWN]}..."
 
 
 def get_text(answer: dict[str, Any], key: str, limit: int) -> str:

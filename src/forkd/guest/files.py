@@ -44,12 +44,12 @@ class Listing:
 
 class FileCalls(Caller):
     async def stat(self, path: str) -> FileInfo:
-        answer = await self.call({"op": "stat", "path": check_path(path)}, "find a file")
+        answer = await self.call({"op": "stat", "path": check_path(path)}, "find a file", about=path)
         return parse_file(answer, path.rstrip("/").rpartition("/")[2])
 
     async def list_dir(self, path: str, *, limit: int = MAX_ENTRIES) -> Listing:
         request = {"op": "list", "path": check_path(path), "limit": limit}
-        answer = await self.call(request, "list a directory")
+        answer = await self.call(request, "list a directory", about=path)
         entries = answer.get("entries")
         if not isinstance(entries, list) or len(entries) > limit:
             raise ProtocolError("The guest sent an invalid directory listing")
@@ -57,14 +57,15 @@ class FileCalls(Caller):
 
     async def mkdir(self, path: str, *, mode: int = 0o755, parents: bool = False) -> None:
         request = {"op": "mkdir", "path": check_path(path), "mode": mode, "parents": parents}
-        await self.call(request, "make a directory")
+        await self.call(request, "make a directory", about=path)
 
     async def rename(self, path: str, to: str) -> None:
-        await self.call({"op": "rename", "path": check_path(path), "to": check_path(to)}, "rename a file")
+        request = {"op": "rename", "path": check_path(path), "to": check_path(to)}
+        await self.call(request, "rename a file", about=f"{path} -> {to}")
 
     async def remove(self, path: str, *, recursive: bool = False) -> None:
         request = {"op": "remove", "path": check_path(path), "recursive": recursive}
-        await self.call(request, "remove a file")
+        await self.call(request, "remove a file", about=path)
 
     async def read_file(
         self, path: str, *, offset: int = 0, length: int | None = None, max_bytes: int = DEFAULT_READ_BYTES
@@ -82,7 +83,7 @@ class FileCalls(Caller):
         self, path: str, *, offset: int = 0, length: int | None = None
     ) -> AsyncGenerator[bytes, None]:
         request = {"op": "read", "path": check_path(path), "offset": offset, "length": length}
-        reading = _Reading(self.channel, request)
+        reading = _Reading(self.channel, request, path)
         try:
             async for data in reading.pieces():
                 yield data
@@ -107,27 +108,34 @@ class FileCalls(Caller):
         if mtime_ns is not None:
             request["mtime_ns"] = mtime_ns
         payload = json.dumps(request).encode()
-        exchange = Exchange(self.channel, "write a file", CALL, payload, TRANSFER_S)
+        exchange = Exchange(self.channel, "write a file", CALL, payload, TRANSFER_S, path)
         try:
-            if isinstance(content, bytes):
-                await exchange.send_data(content)
-            elif isinstance(content, AsyncIterator):
-                async for data in content:
+            # A guest that refuses, such as a full one, does so early: what is still to come is not asked for.
+            async with aclosing(_iterated(content)) as pieces:
+                async for data in pieces:
                     await exchange.send_data(data)
-            else:
-                for data in content:
-                    await exchange.send_data(data)
+                    if exchange.ended:
+                        break
             exchange.send_control(END)
             return get_int(await exchange.answer_json(), "size")
         finally:
             exchange.abandon()
 
 
+async def _iterated(content: bytes | Iterable[bytes] | AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    if isinstance(content, AsyncIterator):
+        async for data in content:
+            yield data
+    else:
+        for data in [content] if isinstance(content, bytes) else content:
+            yield data
+
+
 class _Reading(Exchange):
-    def __init__(self, channel: Channel, request: dict[str, Any]) -> None:
+    def __init__(self, channel: Channel, request: dict[str, Any], path: str) -> None:
         self._pieces: Unread[int] = Unread()
         self._arrived = asyncio.Event()
-        super().__init__(channel, "read a file", CALL, json.dumps(request).encode(), TRANSFER_S)
+        super().__init__(channel, "read a file", CALL, json.dumps(request).encode(), TRANSFER_S, path)
         self._answer.add_done_callback(lambda _: self._arrived.set())
 
     async def pieces(self) -> AsyncIterator[bytes]:
