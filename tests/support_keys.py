@@ -86,6 +86,7 @@ VERSION = {
     "engine": str,
     "isolation": str,
     "pid": int,
+    "home": str,
     "listeners": list,
     "tcp_access": str,
     "idle_exit_secs": float,

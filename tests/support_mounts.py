@@ -25,5 +25,5 @@ def mounted(where: Path, source: Path | str = "none", *options: str) -> Iterator
 
 
 def small_disk(where: Path, size: str) -> AbstractContextManager[Path]:
-    """A file system that is full soon."""
-    return mounted(where, "none", "-t", "tmpfs", "-o", f"size={size}")
+    """A file system that is full soon, and only ours."""
+    return mounted(where, "none", "-t", "tmpfs", "-o", f"size={size},mode=700")

@@ -69,7 +69,7 @@ def begin(controller: Controller) -> str:
 
 @as_root
 def test_marks_of_other_users_change_nothing_when_a_daemon_starts(home: Home) -> None:
-    with served(home) as daemon, daemon.controller() as controller:
+    with served(home, "--bind", "none") as daemon, daemon.controller() as controller:
         sandbox_id = begin(controller)
         pid = controller.get_sandbox(sandbox_id)["pid"]
     (home.runtime / "kept").write_text("by the next daemon")
@@ -79,7 +79,7 @@ def test_marks_of_other_users_change_nothing_when_a_daemon_starts(home: Home) ->
             for mark in MARKS
             for sealed in (True, False)
         ]
-        with served(home) as daemon, daemon.controller() as controller:
+        with served(home, "--bind", "none") as daemon, daemon.controller() as controller:
             [info] = controller.list_sandboxes()
             assert (info["id"], info["state"], info["pid"]) == (sandbox_id, "running", pid)
             assert controller.eval_code(sandbox_id, "x")["result"] == "42"
@@ -92,13 +92,13 @@ def test_marks_of_other_users_change_nothing_when_a_daemon_starts(home: Home) ->
 
 @as_root
 def test_a_process_of_another_user_is_never_adopted_in_place_of_a_vm_that_ended(home: Home) -> None:
-    with served(home) as daemon, daemon.controller() as controller:
+    with served(home, "--bind", "none") as daemon, daemon.controller() as controller:
         sandbox_id = begin(controller)
         pid = controller.get_sandbox(sandbox_id)["pid"]
     with marked(f"{home.vms}/{sandbox_id}") as theirs:
         os.kill(pid, 9)
         wait_until(lambda: has_ended(pid))
-        with served(home) as daemon, daemon.controller() as controller:
+        with served(home, "--bind", "none") as daemon, daemon.controller() as controller:
             info = controller.get_sandbox(sandbox_id)
             assert (info["state"], info["pid"]) == ("dead", None)
             assert "gone when the daemon started" in str(info["cause"])
@@ -107,13 +107,13 @@ def test_a_process_of_another_user_is_never_adopted_in_place_of_a_vm_that_ended(
 
 
 def test_marks_of_our_own_user_that_name_no_vm_do_not_keep_a_daemon_from_starting(home: Home) -> None:
-    with served(home) as daemon, daemon.controller() as controller:
+    with served(home, "--bind", "none") as daemon, daemon.controller() as controller:
         sandbox_id = begin(controller)
     odd = [mark for mark in MARKS if mark not in ("/{id}", "/nothing")]
     with ExitStack() as attack:
         for mark in [*odd, "/" + "n" * 5000]:
             attack.enter_context(marked(f"{home.vms}{mark.format(id=sandbox_id)}", user=None))
-        with served(home) as daemon, daemon.controller() as controller:
+        with served(home, "--bind", "none") as daemon, daemon.controller() as controller:
             assert controller.eval_code(sandbox_id, "x")["result"] == "42"
             controller.kill_sandbox(sandbox_id)
 

@@ -143,6 +143,7 @@ def test_status_shows_the_daemon_and_never_starts_one(alone: Cli) -> None:
     assert listener.startswith("http://127.0.0.1:")
     shown = alone.ask("status").stdout
     assert f"pid {facts['pid']}" in shown and "1 running" in shown and listener in shown
+    assert facts["home"] == str(alone.home) and facts["home"] in shown
     assert alone.ask("status", "--url", listener).returncode == 0
 
 
@@ -207,7 +208,7 @@ def refuse_all(listener: socket.socket, stop: threading.Event) -> None:
 
 def test_a_home_that_cannot_be_written_is_a_typed_error(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    check(cli.ask("ls", FORKD_HOME=str(tmp_path / "file/home")), 5, "daemon.log cannot be written", "FORKD_HOME")
+    check(cli.ask("ls", FORKD_HOME=str(tmp_path / "file/home")), 5, "cannot be made: Not a directory", "FORKD_HOME")
 
 
 def test_an_interrupt_while_a_daemon_starts_leaves_at_most_the_daemon(alone: Cli) -> None:

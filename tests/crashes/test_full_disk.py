@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.usefixtures("nothing_left"), as_root]
 def home(tmp_path: Path) -> Iterator[Home]:
     """With a disk of its own, just large enough for a snapshot of a small VM."""
     with small_disk(tmp_path / "home", "144m") as root:
-        root.chmod(0o700)
         with made_home(root) as made:
             make_image(made)
             yield made

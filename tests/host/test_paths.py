@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from forkd.errors import HostLacks
-from forkd.host.paths import ensure_private, find_home
+from forkd.host.finding import Status
+from forkd.host.paths import ensure_home, ensure_private, find_home, probe_home
+from forkd.wire.endpoint import find_runtime_directory, find_socket
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +90,31 @@ def test_the_runtime_directory_is_the_one_given_else_by_user(monkeypatch: pytest
     assert find_home().runtime == Path("/short")
 
 
+def test_each_home_has_a_runtime_directory_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    monkeypatch.setattr(os.path, "ismount", lambda _: True)
+    (tmp_path / "one").mkdir()
+    (tmp_path / "link").symlink_to("one")
+    monkeypatch.chdir(tmp_path)
+
+    def runtime(**environ: str) -> Path:
+        found = find_runtime_directory({"HOME": "/home/someone", **environ})
+        assert found is not None
+        return found
+
+    monkeypatch.setenv("HOME", "/home/someone")
+    default = runtime()
+    assert runtime(FORKD_HOME="/home/someone/.local/share/forkd") == default == Path("/tmp/forkd-1234")
+    assert runtime(FORKD_HOME="/data/forkd", XDG_DATA_HOME="/data") == default
+    one, two = runtime(FORKD_HOME=str(tmp_path / "one")), runtime(FORKD_HOME=str(tmp_path / "two"))
+    assert len({default, one, two}) == 3
+    assert one.name.startswith("forkd-1234-") and len(one.name) == len("forkd-1234-") + 8
+    assert runtime(FORKD_HOME="one") == runtime(FORKD_HOME=str(tmp_path / "link")) == one
+    assert runtime(FORKD_HOME="one", XDG_RUNTIME_DIR="/run/user/1234").parent == Path("/run/user/1234")
+    assert runtime(FORKD_HOME="one", FORKD_RUNTIME_DIR="/short") == Path("/short")
+    assert find_socket({"FORKD_HOME": "one", "HOME": "/home/someone"}) == one / "forkd.sock"
+
+
 @pytest.mark.parametrize("path", ["/" + "a" * 60, "/" + "ü" * 30])
 def test_a_runtime_directory_too_long_for_sockets_is_refused(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setenv("FORKD_RUNTIME_DIR", path)
@@ -146,3 +173,42 @@ def test_a_directory_others_may_write_to_is_refused_and_left_alone(tmp_path: Pat
     with pytest.raises(HostLacks, match="Others may write"):
         ensure_private(path)
     assert path.stat().st_mode & 0o7777 == mode
+
+
+def test_a_home_is_made_for_us_alone_and_one_that_others_may_only_read_is_taken(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        made = ensure_home(tmp_path / "home")
+    finally:
+        os.umask(before)
+    assert made.stat().st_mode & 0o777 == 0o700
+    made.chmod(0o755)
+    (tmp_path / "link").symlink_to(made)
+    assert ensure_home(tmp_path / "link") == tmp_path / "link"
+    assert probe_home(made).status is not Status.FAIL
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o1777])
+def test_a_home_that_others_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    home.chmod(mode)
+    with pytest.raises(HostLacks, match="Others may write to the home") as caught:
+        ensure_home(home)
+    assert caught.value.hint is not None and "FORKD_HOME" in caught.value.hint
+    assert probe_home(home).status is Status.FAIL
+
+
+def test_a_home_that_others_may_replace_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(HostLacks, match=r"may replace the home .*/open/home: they may write to .*/open$"):
+        ensure_home(tmp_path / "open" / "home")
+    (tmp_path / "open").chmod(0o1777)
+    ensure_home(tmp_path / "open" / "home")
+
+
+def test_a_home_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(HostLacks, match="belongs to another user"):
+        ensure_home(tmp_path)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from forkd.cli.connect import Address
 from forkd.errors import Conflict, EngineFailed, ForkdError, HostLacks, Unreachable
-from forkd.host.paths import DAEMON_LOCK, Home, find_home
+from forkd.host.paths import DAEMON_LOCK, Home, ensure_home, find_home
 
 if TYPE_CHECKING:
     from forkd.client import Controller
@@ -55,7 +55,7 @@ def start_daemon(controller: Controller, address: Address, *, idle_exit_s: int, 
     home = find_home()
     log = home.root / LOG_NAME
     try:
-        home.root.mkdir(parents=True, exist_ok=True)
+        ensure_home(home.root)
         begun_at = _rotate(log)
         process = _spawn(render_command(address, idle_exit_s, bind), render_environment(os.environ, home), log)
     except OSError as error:

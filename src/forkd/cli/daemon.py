@@ -180,6 +180,7 @@ def _print_status(facts: dict[str, Any]) -> None:
     held = render_size(sum(info["memory_bytes"] for info in templates))
     shown = {
         "daemon": _render_daemon(facts),
+        "home": facts.get("home", "unknown"),
         "engine": facts["engine"],
         "isolation": facts["isolation"],
         "listens on": ", ".join(facts["listeners"]),

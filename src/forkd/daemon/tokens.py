@@ -19,6 +19,7 @@ from pathlib import Path
 
 from forkd.errors import Conflict, HostLacks, InvalidInput, NotFound
 from forkd.host.files import locked, write_atomic
+from forkd.host.paths import ensure_home
 
 PREFIX = "fk_"
 TOKEN_FILE_NAME = "token-file"  # what the audit log calls the token of --token-file
@@ -69,7 +70,7 @@ class TokenStore:
     @contextmanager
     def _changing(self) -> Iterator[MutableSequence[Token]]:
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            ensure_home(self._path.parent)
             with locked(self._path.with_suffix(".lock")):
                 tokens = self.list()
                 yield tokens

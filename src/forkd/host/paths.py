@@ -10,7 +10,7 @@ from pathlib import Path
 
 from forkd.errors import HostLacks
 from forkd.host.finding import Finding, Status
-from forkd.wire.endpoint import find_runtime_directory
+from forkd.wire.endpoint import find_home_directory, find_runtime_directory
 
 # In the root and in the runtime directory of a home that a daemon uses; holds its pid.
 DAEMON_LOCK = "daemon.lock"
@@ -19,6 +19,7 @@ _MAX_RUNTIME_BYTES = 60
 _GIB = 1 << 30
 # An image with numpy takes 0.3 GiB, a snapshot of the default size up to 0.5.
 _LITTLE_DISK_BYTES = 2 * _GIB
+_ONLY_OURS = "Take their right away with chmod go-w, or set FORKD_HOME to a directory that is only yours"
 
 
 @dataclass(frozen=True)
@@ -54,15 +55,7 @@ class Home:
 
 def find_home() -> Home:
     """FORKD_HOME, else the user's data directory; sockets and pids go to the runtime directory."""
-    return Home(root=_find_root(), runtime=_runtime_directory())
-
-
-def _find_root() -> Path:
-    """Raises RuntimeError for a user without a home directory."""
-    explicit, data = os.environ.get("FORKD_HOME"), os.environ.get("XDG_DATA_HOME")
-    if explicit:
-        return Path(explicit).absolute()
-    return (Path(data) if data else Path.home() / ".local/share").absolute() / "forkd"
+    return Home(root=find_home_directory(), runtime=_runtime_directory())
 
 
 def _runtime_directory() -> Path:
@@ -93,14 +86,44 @@ def ensure_private(path: Path) -> Path:
     return path
 
 
+def ensure_home(root: Path) -> Path:
+    """Make the home, for us alone, or refuse one whose files others could replace: tokens and snapshots are in it."""
+    hint = "Set FORKD_HOME to a directory that you can write to"
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        exposure = find_exposure(root)
+    except OSError as error:
+        raise HostLacks(f"The home {root} cannot be made: {error.strerror}", hint=hint) from error
+    if exposure is not None:
+        raise HostLacks(exposure, hint=_ONLY_OURS)
+    return root
+
+
+def find_exposure(root: Path) -> str | None:
+    """Who else could replace files in a directory that exists, in words; None when only we can. Raises OSError."""
+    real = Path(os.path.realpath(root))
+    info = real.stat()
+    if info.st_uid != os.geteuid():
+        return f"The home {root} belongs to another user"
+    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"Others may write to the home {root}"
+    for parent in real.parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return f"Others may replace the home {root}: they may write to {parent}"
+    return None
+
+
 def probe_home(root: Path | None = None) -> Finding:
     try:
-        root = root or _find_root()
+        root = root or find_home_directory()
     except RuntimeError:
         return Finding("home", Status.FAIL, "This user has no home directory", "Set FORKD_HOME")
     place = nearest_existing(root)
     if not _can_write(place):
         return Finding("home", Status.FAIL, f"{root} is not writable", "Set FORKD_HOME to a directory that is")
+    if place == root and (exposure := find_exposure(root)):
+        return Finding("home", Status.FAIL, exposure, _ONLY_OURS)
     free = shutil.disk_usage(place).free
     found = f"{root}, {free / _GIB:,.1f} GiB free"
     if free < _LITTLE_DISK_BYTES:

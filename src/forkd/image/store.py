@@ -126,6 +126,8 @@ class ImageStore:
     def _prepare(self) -> None:
         try:
             with enough_disk(self._images):
+                # Whoever makes the home first makes it for this user alone.
+                self._images.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self._names.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise HostLacks(

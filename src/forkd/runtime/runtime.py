@@ -15,7 +15,7 @@ from forkd.engines.base import Engine
 from forkd.host.cgroup import remove_groups
 from forkd.host.files import owned
 from forkd.host.marked import kill_marked
-from forkd.host.paths import DAEMON_LOCK, Home, ensure_private
+from forkd.host.paths import DAEMON_LOCK, Home, ensure_home, ensure_private
 from forkd.host.system import start_time_ticks
 from forkd.runtime.events import EventLog
 from forkd.runtime.recovery import recover
@@ -101,7 +101,7 @@ class Runtime:
 def _owned_home(home: Home) -> Iterator[None]:
     """One daemon for a home, and one for a runtime directory: each would take the other's VMs for strays."""
     ensure_private(home.runtime)
-    home.root.mkdir(parents=True, exist_ok=True)
+    ensure_home(home.root)
     ensure_private(home.vms)
     hint = "Use it, or stop it with: forkd down"
     with owned(home.root / DAEMON_LOCK, f"A daemon for {home.root} runs already", hint):

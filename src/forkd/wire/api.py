@@ -147,6 +147,7 @@ class VersionResponse(TypedDict):
     engine: str
     isolation: str
     pid: int
+    home: str
     listeners: list[str]
     tcp_access: TcpState
     idle_exit_secs: float  # 0: it stays

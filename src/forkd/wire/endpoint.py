@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ DEFAULT_BIND = "127.0.0.1:8889"
 DEFAULT_URL = f"http://{DEFAULT_BIND}"
 SOCKET_NAME = "forkd.sock"
 _MEMORY = "/dev/shm"
+_SUFFIX_DIGITS = 8
 
 
 def find_loopback_port(address: str) -> int | None:
@@ -20,18 +22,47 @@ def find_loopback_port(address: str) -> int | None:
     return int(port) if 1 <= int(port) <= 65535 else None
 
 
+def find_home_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """FORKD_HOME, else the user's data directory. Raises RuntimeError for a user without a home directory."""
+    explicit = environ.get("FORKD_HOME")
+    return Path(explicit).absolute() if explicit else _default_home(environ)
+
+
+def _default_home(environ: Mapping[str, str]) -> Path:
+    data = environ.get("XDG_DATA_HOME")
+    return (Path(data) if data else Path.home() / ".local/share").absolute() / "forkd"
+
+
 def find_runtime_directory(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """FORKD_RUNTIME_DIR, else the system's place for this user's sockets. None on systems without user ids."""
+    """FORKD_RUNTIME_DIR, else the system's place for this user's sockets. None on systems without user ids.
+
+    The daemon of another home than the user's default one has another directory.
+    """
     if explicit := environ.get("FORKD_RUNTIME_DIR"):
         return Path(explicit).absolute()
     if not hasattr(os, "geteuid"):
         return None
+    suffix = _suffix_of_home(environ)
     if os.geteuid() == 0:
-        return Path(_in_memory("/run"), "forkd")
+        return Path(_in_memory("/run"), f"forkd{suffix}")
     if given := environ.get("XDG_RUNTIME_DIR"):
-        return Path(given) / "forkd"
+        return Path(given) / f"forkd{suffix}"
     # Directly in /tmp or /dev/shm, whose sticky bit keeps others from replacing it.
-    return Path(_in_memory("/tmp"), f"forkd-{os.geteuid()}")
+    return Path(_in_memory("/tmp"), f"forkd-{os.geteuid()}{suffix}")
+
+
+def _suffix_of_home(environ: Mapping[str, str]) -> str:
+    """Empty for the default home; else one that follows from the home's path, however that is written."""
+    explicit = environ.get("FORKD_HOME")
+    if not explicit:
+        return ""
+    path = os.path.realpath(explicit)
+    try:
+        if path == os.path.realpath(_default_home(environ)):
+            return ""
+    except RuntimeError:
+        pass  # no default
+    return f"-{hashlib.sha256(os.fsencode(path)).hexdigest()[:_SUFFIX_DIGITS]}"
 
 
 def _in_memory(place: str) -> str:

@@ -43,8 +43,9 @@ async def answer_readiness(call: Call) -> Readiness:
 
 @route("GET", "/version")
 async def answer_version(call: Call) -> VersionResponse:
-    """`version`, `api` (`v1`); **+** `engine`, `isolation`, `pid`, `listeners` (URLs), `tcp_access` (`off`, `open`:
-    no token is needed, `token`, `locked`: no token is left), `idle_exit_secs` (0: it stays)."""
+    """`version`, `api` (`v1`); **+** `engine`, `isolation`, `pid`, `home` (its directory), `listeners` (URLs),
+    `tcp_access` (`off`, `open`: no token is needed, `token`, `locked`: no token is left), `idle_exit_secs` (0: it
+    stays)."""
     engine = call.runtime.engine
     return {
         "version": __version__,
@@ -52,6 +53,7 @@ async def answer_version(call: Call) -> VersionResponse:
         "engine": engine.name,
         "isolation": engine.isolation,
         "pid": os.getpid(),
+        "home": str(call.runtime.home.root),
         "listeners": call.daemon.listeners,
         "tcp_access": call.daemon.tcp.state,
         "idle_exit_secs": call.daemon.activity.idle_exit_s,
