@@ -1,13 +1,17 @@
 import os
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from image_cases import Heard, make_python
 from support_mounts import as_root, small_disk
+from support_depth import make_deep
 
 from forkd.errors import Conflict, InvalidInput, NotFound
+from forkd.host.paths import Home
+from forkd.image import ImageStore, directory_spec
 from forkd.image.directory import build_directory_root, scan_directory
 
 
@@ -113,6 +117,23 @@ def test_devices_are_refused_but_not_those_below_dev(root_directory: Path) -> No
 def test_another_file_system_mounted_inside_is_refused(root_directory: Path) -> None:
     with small_disk(root_directory / "etc", "1m"), pytest.raises(InvalidInput, match="another file system"):
         scan_directory(root_directory)
+
+
+@pytest.mark.usefixtures("small_kernel")
+def test_a_directory_of_1200_levels_becomes_an_image(root_directory: Path, home: Home) -> None:
+    make_deep(root_directory / "d", 1200, name="d")
+    assert f"{'d/' * 1201}end" in scan_directory(root_directory).tree
+    image = ImageStore(home).build(directory_spec(root_directory), "deep")
+    assert image.root.stat().st_size > 0
+    subprocess.run(["rm", "-rf", str(root_directory / "d")], check=True)
+
+
+def test_a_path_that_is_too_long_is_refused(root_directory: Path) -> None:
+    make_deep(root_directory / "deep", 600)
+    with pytest.raises(InvalidInput, match="more than 4095 bytes") as caught:
+        scan_directory(root_directory)
+    assert len(caught.value.message) < 400 and caught.value.hint is not None
+    subprocess.run(["rm", "-rf", str(root_directory / "deep")], check=True)
 
 
 def test_the_same_directory_packs_to_the_same_bytes(root_directory: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import secrets
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from typing import Any
 
 from forkd.errors import Conflict, NoCapacity, SnapshotDamaged
 from forkd.host.tools import find_tool
+from forkd.host.trees import remove_directory
 
 STAGING_PREFIX = ".staging-"
 STAMPS = ".verified"
@@ -77,7 +77,7 @@ def scratch_directory(parent: Path) -> Iterator[Path]:
         try:
             yield staging
         finally:
-            shutil.rmtree(staging, ignore_errors=True)
+            remove_directory(staging)
             os.close(fd)
 
 
@@ -191,7 +191,7 @@ def _remove_unheld(path: Path) -> bool:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
+        remove_directory(path)
     except OSError:
         return False
     finally:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forkd.errors import BuildFailed, ForkdError, HostLacks, NoCapacity
+from forkd.host.trees import remove_directory
 
 _PACKAGES = {
     "busybox": "busybox-static",
@@ -183,7 +184,7 @@ def render_namespaced(argv: Sequence[str | Path], *, unshare: str | Path, as_roo
 
 def remove_tree(path: Path) -> None:
     """Remove a directory whose files may belong to our subordinate ids: only a namespace can remove those."""
-    shutil.rmtree(path, ignore_errors=True)
+    remove_directory(path)
     if path.exists():
         run_namespaced(["rm", "-rf", "--", path], doing=f"Removing {path}", deadline_s=_REMOVE_S)
 

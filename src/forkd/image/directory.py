@@ -5,19 +5,22 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forkd.errors import BuildFailed, Conflict, InvalidInput, NotFound
 from forkd.host.tools import find_tool, run_tool, tool_environment
+from forkd.host.trees import Descent, descended
 from forkd.image.root import MOUNTED_OVER, ROOT_FILE, Node, get_interpreter, render_mkfs
 from forkd.image.spec import Progress
 
 _MKFS_DEADLINE_S = 1800.0
 _MAX_ENTRIES = 2_000_000
+# What the kernel takes as a path, and with it mkfs.erofs.
+_MAX_PATH_BYTES = 4095
 _CHUNK = 1 << 20
 _KINDS = {stat.S_IFREG: "f", stat.S_IFDIR: "d", stat.S_IFLNK: "l"}
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -34,13 +37,12 @@ class Scan:
 
 def scan_directory(directory: Path) -> Scan:
     """Digest paths, modes, owners, link targets and content. Raises InvalidInput for what an image cannot hold."""
-    root = _open_root(directory)
-    try:
-        return _Scanner(directory, os.fstat(root).st_dev).scan(root)
-    except OSError as error:
-        raise InvalidInput(f"{directory} cannot be read: {error}") from error
-    finally:
-        os.close(root)
+    scanner = _Scanner(directory, owners=not _owner_options(), left_out=MOUNTED_OVER)
+    with _opened_root(directory) as descent:
+        try:
+            return scanner.scan(descent)
+        except OSError as error:
+            raise InvalidInput(f"{directory} cannot be read: {error}") from error
 
 
 def build_directory_root(directory: Path, scan: Scan, out: Path, progress: Progress) -> dict[str, Any]:
@@ -67,24 +69,44 @@ def build_directory_root(directory: Path, scan: Scan, out: Path, progress: Progr
 class _Scanner:
     """One walk by descriptors: a path that is swapped for a link meanwhile is an error, not a way out."""
 
-    def __init__(self, directory: Path, device: int) -> None:
+    def __init__(self, directory: Path, *, owners: bool, left_out: Collection[str]) -> None:
         self._directory = directory
-        self._device = device
+        self._owners = owners
+        self._left_out = left_out
         self._digest = hashlib.sha256()
         self._tree: dict[str, Node] = {}
         self._newest = 0
 
-    def scan(self, root: int) -> Scan:
-        self._enter(root, "")
+    def scan(self, descent: Descent) -> Scan:
+        device = os.fstat(descent.fd).st_dev
+        # For each directory that we are in: its path, and the names in it that are still to be taken.
+        todo = [("", _names(descent.fd))]
+        while todo:
+            prefix, names = todo[-1]
+            if not names:
+                todo.pop()
+                if todo:
+                    descent.leave()
+                continue
+            name = names.pop()
+            path = prefix + name
+            if self._take(descent.fd, name, path):
+                descent.enter(name)
+                if os.fstat(descent.fd).st_dev != device:
+                    raise self._refused(path, "is another file system", "Unmount it or copy the directory")
+                todo.append((path + "/", _names(descent.fd)))
         return Scan(self._digest.hexdigest(), self._tree, self._newest)
 
-    def _enter(self, fd: int, prefix: str) -> None:
-        for name in sorted(os.listdir(fd)):
-            self._take(fd, name, prefix + name)
-
-    def _take(self, parent: int, name: str, path: str) -> None:
+    def _take(self, parent: int, name: str, path: str) -> bool:
+        """True for a directory whose entries are to be taken, too."""
         if len(self._tree) >= _MAX_ENTRIES:
             raise InvalidInput(f"{self._directory} has more than {_MAX_ENTRIES} files")
+        if len(os.fsencode(f"{self._directory}/{path}")) > _MAX_PATH_BYTES:
+            raise self._refused(
+                f"{path[:60]}...",
+                f"has a path of more than {_MAX_PATH_BYTES} bytes",
+                "Use fewer or shorter directories",
+            )
         info = os.stat(name, dir_fd=parent, follow_symlinks=False)
         kind = _KINDS.get(stat.S_IFMT(info.st_mode))
         if kind is None:
@@ -93,17 +115,13 @@ class _Scanner:
         mode = stat.S_IMODE(info.st_mode)
         self._tree[path] = Node(kind, mode, target)
         self._newest = max(self._newest, int(info.st_mtime))
-        owner = "" if _owner_options() else f"{info.st_uid}:{info.st_gid}"
+        owner = f"{info.st_uid}:{info.st_gid}" if self._owners else ""
         size = info.st_size if kind == "f" else 0
         self._digest.update(os.fsencode(f"{kind}\0{mode:o}\0{owner}\0{size}\0{path}\0{target}\0"))
-        if kind == "d" and path not in MOUNTED_OVER:
-            with _opened(name, parent, _OPEN | os.O_DIRECTORY) as fd:
-                if os.fstat(fd).st_dev != self._device:
-                    raise self._refused(path, "is another file system", "Unmount it or copy the directory")
-                self._enter(fd, path + "/")
-        elif kind == "f":
+        if kind == "f":
             with _opened(name, parent, _OPEN) as fd:
                 self._digest_content(fd, path, size)
+        return kind == "d" and path not in self._left_out
 
     def _digest_content(self, fd: int, path: str, size: int) -> None:
         left = size
@@ -117,18 +135,24 @@ class _Scanner:
         return InvalidInput(f"In {self._directory}, {path!a} {why}", hint=hint)
 
 
-def _open_root(directory: Path) -> int:
-    try:
-        real = directory.resolve(strict=True)
-        fd = os.open(real, _OPEN | os.O_DIRECTORY)
-    except FileNotFoundError as error:
-        raise NotFound(f"There is no directory {directory}") from error
-    except (OSError, RuntimeError) as error:
-        raise InvalidInput(f"{directory} is not a directory that can be read") from error
-    if real == Path("/") or os.path.samestat(os.fstat(fd), Path("/").stat()):
-        os.close(fd)
-        raise InvalidInput("The host's own root cannot become an image", hint="Copy what you need to a directory")
-    return fd
+def _names(fd: int) -> list[str]:
+    """The last one first, to be taken from the end."""
+    return sorted(os.listdir(fd), reverse=True)
+
+
+@contextmanager
+def _opened_root(directory: Path) -> Iterator[Descent]:
+    with ExitStack() as stack:
+        try:
+            real = directory.resolve(strict=True)
+            descent = stack.enter_context(descended(real))
+        except FileNotFoundError as error:
+            raise NotFound(f"There is no directory {directory}") from error
+        except (OSError, RuntimeError) as error:
+            raise InvalidInput(f"{directory} is not a directory that can be read") from error
+        if real == Path("/") or os.path.samestat(os.fstat(descent.fd), Path("/").stat()):
+            raise InvalidInput("The host's own root cannot become an image", hint="Copy what you need to a directory")
+        yield descent
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from forkd.host.files import (
     write_atomic,
 )
 from forkd.host.tools import remove_tree
+from forkd.host.trees import remove_directory
 
 FORMAT = 1
 _DESCRIPTION = "piece.json"
@@ -106,7 +106,7 @@ def collect_pieces(pieces: Path, named: set[str]) -> None:
         elif not path.name.startswith(".") and path.name not in named:
             # First, so that what is left when we are stopped half-way does not count as a piece.
             (path / _DESCRIPTION).unlink(missing_ok=True)
-            shutil.rmtree(path, ignore_errors=True)
+            remove_directory(path)
 
 
 def _make_piece(pieces: Path, name: str, make: Make) -> Piece:
@@ -115,7 +115,7 @@ def _make_piece(pieces: Path, name: str, make: Make) -> Piece:
         work = staging / "work"
         work.mkdir()
         facts = make(staging, work)
-        shutil.rmtree(work)
+        remove_tree(work)
         sums = {path.name: digest_file(path) for path in sorted(staging.iterdir())}
         value = {"format": FORMAT, "created": time.time(), "files": dump_sums(sums), "facts": facts}
         write_atomic(staging / _DESCRIPTION, json.dumps(value, indent=1).encode())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from types import MappingProxyType
 from forkd.errors import Conflict, HostLacks, InvalidInput, NotFound, SnapshotDamaged
 from forkd.host.files import enough_disk, locked, staged_directory, sweep_staging, verify_files, write_atomic
 from forkd.host.paths import Home
+from forkd.host.trees import remove_directory
 from forkd.image.build import build_pieces, describe_source
 from forkd.image.manifest import (
     MANIFEST_FILE,
@@ -155,7 +155,7 @@ class ImageStore:
     def _drop(self, image_id: str) -> None:
         # First, so that what is left when we are stopped half-way does not count as an image.
         (self._images / image_id / MANIFEST_FILE).unlink(missing_ok=True)
-        shutil.rmtree(self._images / image_id, ignore_errors=True)
+        remove_directory(self._images / image_id)
 
     def _find(self, ref: str) -> tuple[str, ImageName | None]:
         """The id behind a name or an id, and a name."""
