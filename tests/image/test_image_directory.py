@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from image_cases import Heard, make_python
-from support_mounts import as_root, small_disk
 from support_depth import make_deep
+from support_mounts import as_root, small_disk
 
 from forkd.errors import Conflict, InvalidInput, NotFound
 from forkd.host.paths import Home
