@@ -134,6 +134,13 @@ async def test_an_agent_from_before_is_told_apart(agent: Agent, monkeypatch: pyt
             pass
 
 
+def test_file_systems_that_are_left_out_are_packed_empty(tmp_path: Path) -> None:
+    """As /proc is, of a guest's root: it has files without an end."""
+    (tmp_path / "below/deep").mkdir(parents=True)
+    with tarfile.open(fileobj=io.BytesIO(b"".join(pack(str(tmp_path), {os.stat(tmp_path).st_dev})))) as read:
+        assert read.getnames() == [".", "below"]
+
+
 def test_a_file_that_vanishes_is_left_out(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).touch()

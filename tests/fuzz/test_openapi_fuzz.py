@@ -36,7 +36,7 @@ enabled = false
 include-path = "/v1/events"
 parameters = {{ "query.follow" = "false" }}
 """
-# What would end the sandbox, or the guest in it, before the others had their turn.
+# What would end the sandbox, or the guest in it, before the others had their turn; and an archive of all its files.
 _SPARED = """
 [parameters]
 id = "{sandbox_id}"
@@ -49,6 +49,10 @@ include-path = "/v1/sandboxes/{{id}}/pause"
 enabled = false
 [[operations]]
 include-path = "/v1/sandboxes/{{id}}/timeout"
+enabled = false
+[[operations]]
+include-path = "/v1/sandboxes/{{id}}/archive"
+include-method = "GET"
 enabled = false
 [[operations]]
 include-path = "/v1/sandboxes/{{id}}/files"

@@ -19,7 +19,7 @@ from forkd.wire.tar import TarError, render_failure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Callable
+    from typing import Callable, Set
 
     from forkd.agent.stream import Request
 
@@ -57,7 +57,7 @@ def _run(work: Callable[[], None]) -> int:
 def _pack(path: str) -> None:
     held, begun = bytearray(), False
     try:
-        for piece in pack(path):
+        for piece in pack(path, _find_views() - {os.stat(path).st_dev}):
             held += piece
             if len(held) >= PIECE_BYTES:
                 _write(_STDOUT, held)
@@ -70,6 +70,17 @@ def _pack(path: str) -> None:
         refused = explain(error)
         held += render_failure(refused.code, str(refused))
     _write(_STDOUT, held)
+
+
+def _find_views() -> Set[int]:
+    """File systems that hold no files but views of the kernel, some without an end. One that is asked for is packed."""
+    found = set()
+    for path in ("/proc", "/sys", "/dev"):
+        try:
+            found.add(os.stat(path).st_dev)
+        except OSError:
+            continue
+    return found
 
 
 def _unpack(path: str) -> None:

@@ -16,7 +16,7 @@ from forkd.wire.tar import END, MAX_NAME_BYTES, Entry, Reader, TarError, padding
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Iterable, Iterator, List, NoReturn, Tuple
+    from typing import AbstractSet, Iterable, Iterator, List, NoReturn, Tuple
 
 # No tree that somebody made on purpose is deeper, or has more.
 MAX_DEPTH = 100
@@ -48,8 +48,11 @@ class Torn(Exception):
     """A file became unreadable half-way: what was made of it is not an archive. The cause is an OSError."""
 
 
-def pack(root: str) -> Iterator[bytes]:
-    """An archive of what is in a directory, depth first, in pieces of any size. What vanishes meanwhile is left out."""
+def pack(root: str, without: AbstractSet[int] = frozenset()) -> Iterator[bytes]:
+    """An archive of what is in a directory, depth first, in pieces of any size. What vanishes meanwhile is left out.
+
+    Directories of the file systems `without`, by number, are packed empty.
+    """
     yield render_entry(_entry_of(".", os.stat(root)))
     under_way: List[Tuple[str, Iterator[os.DirEntry[str]]]] = [("", _list(root))]
     while under_way:
@@ -66,7 +69,8 @@ def pack(root: str) -> Iterator[bytes]:
             elif stat.S_ISLNK(info.st_mode):
                 yield render_entry(_entry_of(name, info, os.readlink(found.path)))
             else:
-                below = _list(found.path) if stat.S_ISDIR(info.st_mode) else None
+                enter = stat.S_ISDIR(info.st_mode) and info.st_dev not in without
+                below = _list(found.path) if enter else None
                 yield render_entry(_entry_of(name, info))
                 if below is not None:
                     _check_depth(found.path, len(under_way))
@@ -136,16 +140,17 @@ def _check_depth(path: str, depth: int) -> None:
 class _Level:
     """A directory on the way to the last entry. One that we made gets its mode and time when we leave it."""
 
-    __slots__ = ("fd", "made_of", "name")
+    __slots__ = ("fd", "made", "made_of", "name")
 
-    def __init__(self, name: str, fd: int, made_of: Entry | None) -> None:
+    def __init__(self, name: str, fd: int, made: bool, made_of: Entry | None) -> None:
         self.name = name
         self.fd = fd
+        self.made = made
         self.made_of = made_of
 
     def leave(self) -> None:
         try:
-            if self.made_of is not None:
+            if self.made and self.made_of is not None:
                 os.fchmod(self.fd, self.made_of.mode & 0o777)
                 _set_time(self.fd, self.made_of)
         finally:
@@ -167,7 +172,6 @@ class Unpacker:
         self.skipped: List[Tuple[str, str]] = []  # name and reason
         self._directory = _DIRECTORY if follow else _DIRECTORY | os.O_NOFOLLOW
         self._follow = follow
-        self._made = made
         self._max_bytes = max_bytes
         self._reader = Reader()
         self._entries = 0
@@ -177,7 +181,8 @@ class Unpacker:
         self._entry: Entry | None = None
         self._final = ""
         self._temporary = ""
-        self._levels = [_Level("", os.open(root, _DIRECTORY), None)]
+        self._temporary_name = ".forkd-" + os.urandom(8).hex()
+        self._levels = [_Level("", os.open(root, _DIRECTORY), made, None)]
 
     def feed(self, data: bytes) -> None:
         try:
@@ -211,12 +216,12 @@ class Unpacker:
         if self._entries > MAX_ENTRIES:
             raise Exceeded("There are more than %d files" % MAX_ENTRIES)
         parts = parse_name(entry.name)
-        _check_depth(entry.name, len(parts) - 1)
+        if len(parts) > MAX_DEPTH:
+            _check_depth(entry.name, len(parts) - 1)
         if not parts:
             if entry.kind != "dir":
                 _refuse_name(entry.name)
-            if self._made:
-                self._levels[0].made_of = entry
+            self._levels[0].made_of = entry
             return
         if entry.kind == "hard link":
             raise TarError("a hard link, %s; make it with --hard-dereference" % shown(entry.name))
@@ -257,7 +262,7 @@ class Unpacker:
         except FileExistsError:
             pass
         fd = os.open(name, self._directory, dir_fd=above)
-        self._levels.append(_Level(name, fd, entry if made else None))
+        self._levels.append(_Level(name, fd, made, entry))
 
     def _leave(self, depth: int) -> None:
         while len(self._levels) > depth:
@@ -270,12 +275,13 @@ class Unpacker:
         self._file = os.open(self._temporary, _CREATE, 0o600, dir_fd=self._levels[-1].fd)
         self._entry = entry
 
-    def _write(self, data: bytes | memoryview) -> None:
+    def _write(self, data: bytes) -> None:
         self.bytes += len(data)
         if self._max_bytes is not None and self.bytes > self._max_bytes:
             raise Exceeded("There are more than %d bytes" % self._max_bytes)
-        while data:
-            data = data[os.write(self._file, data) :]
+        written = os.write(self._file, data)
+        while written < len(data):
+            written += os.write(self._file, data[written:])
 
     def _complete(self) -> None:
         entry, fd = self._entry, self._file
@@ -289,7 +295,7 @@ class Unpacker:
         self.files += 1
 
     def _link(self, parts: List[str], entry: Entry) -> None:
-        if not entry.target or "\0" in entry.target or len(os.fsencode(entry.target)) > MAX_NAME_BYTES:
+        if not entry.target or "\0" in entry.target or len(entry.target) > MAX_NAME_BYTES:
             raise TarError("a link that leads nowhere: %s" % shown(entry.name))
         if not self._follow and leads_out(entry.target, len(parts) - 1):
             self._skip("it is a symlink that leads out of the copy")
@@ -302,15 +308,19 @@ class Unpacker:
         self._put_in_place()
 
     def _reserve(self, name: str) -> None:
+        if not self._levels[-1].made:
+            self._check_free(name)
+        self._final = name
+        self._temporary = self._temporary_name
+
+    def _check_free(self, name: str) -> None:
+        """In a directory that we made there are only files, links and directories; a directory is not replaced."""
         try:
             there = os.stat(name, dir_fd=self._levels[-1].fd, follow_symlinks=False)
         except FileNotFoundError:
-            pass
-        else:
-            if not stat.S_ISREG(there.st_mode) and not stat.S_ISLNK(there.st_mode):
-                raise FileExistsError(errno.EEXIST, "It is there already, and is not a file")
-        self._final = name
-        self._temporary = ".forkd-" + os.urandom(8).hex()
+            return
+        if not stat.S_ISREG(there.st_mode) and not stat.S_ISLNK(there.st_mode):
+            raise FileExistsError(errno.EEXIST, "It is there already, and is not a file")
 
     def _put_in_place(self) -> None:
         above = self._levels[-1].fd
@@ -332,9 +342,11 @@ class Unpacker:
 
 def parse_name(name: str) -> List[str]:
     """The steps down from the root; none for the root itself. Never up, never elsewhere."""
-    if not name or name.startswith("/") or "\0" in name or len(os.fsencode(name)) > MAX_NAME_BYTES:
+    if not name or name[0] == "/" or "\0" in name or len(name) > MAX_NAME_BYTES:
         _refuse_name(name)
-    parts = [part for part in name.split("/") if part not in ("", ".")]
+    parts = name.split("/")
+    if "" in parts or "." in parts:
+        parts = [part for part in parts if part not in ("", ".")]
     if ".." in parts:
         _refuse_name(name)
     return parts

@@ -14,9 +14,9 @@ from struct import Struct
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Dict, Iterator, List, Union
+    from typing import Dict, Iterator, List, Tuple, Union
 
-    Event = Union["Entry", bytes, memoryview, None]
+    Event = Union["Entry", bytes, None]
 
 BLOCK = 512
 END = bytes(2 * BLOCK)
@@ -26,12 +26,13 @@ _MAX_HEADERS = 8  # before one entry
 _MAX_TRAILING_BYTES = 1024 * 1024  # zeros after the end: tar fills up its last record
 _MAX_OCTAL = 8**11
 _MAX_SIZE = 1 << 62
-_MAX_SECONDS = 1 << 40
+_MAX_TIME_NS = 10**9 << 40
 _NAME_FIELD = 100
 
 _FIELDS = Struct("100s8s8s8s12s12s8s1s100s8s32s32s8s8s155s12x")
 _CHECKSUM = slice(148, 156)
 _BLANK_CHECKSUM = b" " * 8
+_BLANK_SUM = sum(_BLANK_CHECKSUM)
 _USTAR = b"ustar\x0000"
 _ID = b"0000000\0"
 
@@ -158,7 +159,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.ended = False
-        self._block = bytearray()
+        self._rest = b""  # of a block that is not whole yet
         self._left = 0  # of the data that is being read
         self._padding = 0
         self._header = b""  # the type of a header whose data is being read
@@ -169,52 +170,55 @@ class Reader:
 
     def feed(self, data: bytes) -> Iterator[Event]:
         """Each entry; after a file pieces of its data, then None."""
-        view = memoryview(data)
-        while view and not self.ended:
+        at, end = 0, len(data)
+        while at < end and not self.ended:
             if self._left:
-                piece, view = view[: self._left], view[self._left :]
+                piece = data[at : at + self._left]
+                at += len(piece)
                 self._left -= len(piece)
                 if self._header:
                     self._gather(piece)
-                    continue
-                yield piece
-                if not self._left:
-                    yield None
+                else:
+                    yield piece
+                    if not self._left:
+                        yield None
             elif self._padding:
-                skipped = min(self._padding, len(view))
+                skipped = min(self._padding, end - at)
                 self._padding -= skipped
-                view = view[skipped:]
+                at += skipped
             else:
-                want = BLOCK - len(self._block)
-                entry = self._add_to_block(view[:want])
-                view = view[want:]
+                block = data[at : at + BLOCK - len(self._rest)]
+                at += len(block)
+                entry = self._add_block(block)
                 if entry is not None:
                     yield entry
                     if entry.kind == "file" and not entry.size:
                         yield None
-        self._skip_trailing(view)
+        self._skip_trailing(data[at:])
 
-    def _skip_trailing(self, view: memoryview) -> None:
-        self._trailing += len(view)
-        if self._trailing > _MAX_TRAILING_BYTES or view != bytes(len(view)):
+    def _skip_trailing(self, data: bytes) -> None:
+        self._trailing += len(data)
+        if self._trailing > _MAX_TRAILING_BYTES or any(data):
             raise TarError("something behind its end")
 
-    def _add_to_block(self, piece: memoryview) -> Entry | None:
-        self._block += piece
-        if len(self._block) < BLOCK:
-            return None
-        block = bytes(self._block)
-        self._block.clear()
+    def _add_block(self, block: bytes) -> Entry | None:
+        """A block, or a part of it."""
+        if self._rest or len(block) < BLOCK:
+            block = self._rest + block
+            self._rest = b""
+            if len(block) < BLOCK:
+                self._rest = block
+                return None
         return self._take_block(block)
 
     def _take_block(self, block: bytes) -> Entry | None:
         if not any(block):
             self.ended = True
             return None
-        if _parse_number(block[_CHECKSUM]) != sum(block) - sum(block[_CHECKSUM]) + sum(_BLANK_CHECKSUM):
+        fields = _FIELDS.unpack(block)
+        if _parse_number(fields[6]) != sum(block) - sum(fields[6]) + _BLANK_SUM:
             raise TarError("a damaged header")
-        flag = block[156:157]
-        size = _parse_number(block[124:136])
+        flag, size = fields[7], _parse_number(fields[4])
         if flag in _HEADERS:
             self._headers += 1
             if self._headers > _MAX_HEADERS:
@@ -224,7 +228,7 @@ class Reader:
             self._header = flag
             self._expect(size)
             return None
-        entry = self._make_entry(block, flag, size)
+        entry = self._make_entry(fields, flag, size)
         self._records = {}
         self._headers = 0
         self._expect(entry.size)
@@ -234,9 +238,9 @@ class Reader:
         self._left = size
         self._padding = -size % BLOCK
 
-    def _make_entry(self, block: bytes, flag: bytes, size: int) -> Entry:
+    def _make_entry(self, fields: Tuple[bytes, ...], flag: bytes, size: int) -> Entry:
         records = self._records
-        name = _decode(records.get(b"path") or _parse_name(block))
+        name = _decode(records.get(b"path") or _parse_name(fields))
         kind = _KINDS.get(flag)
         if kind is None:
             raise TarError("an entry of unknown type %r: %s" % (flag.decode("latin-1"), shown(name)))
@@ -248,15 +252,14 @@ class Reader:
             size = _parse_decimal(records[b"size"])
         if size >= _MAX_SIZE or (size and kind != "file"):
             raise TarError("an entry of a wrong size: %s" % shown(name))
-        mtime_ns = _parse_number(block[136:148]) * 10**9
-        if b"mtime" in records:
-            mtime_ns = _parse_time(records[b"mtime"])
-        if abs(mtime_ns) >= _MAX_SECONDS * 10**9:
+        mtime = records.get(b"mtime")
+        mtime_ns = _parse_number(fields[5]) * 10**9 if mtime is None else _parse_time(mtime)
+        if abs(mtime_ns) >= _MAX_TIME_NS:
             raise TarError("an entry of a wrong time: %s" % shown(name))
-        target = _decode(records.get(b"linkpath") or block[157:257].partition(b"\0")[0])
-        return Entry(name, kind, _parse_number(block[100:108]) & 0o7777, mtime_ns, size, target)
+        target = "" if kind != "symlink" else _decode(records.get(b"linkpath") or fields[8].partition(b"\0")[0])
+        return Entry(name, kind, _parse_number(fields[1]) & 0o7777, mtime_ns, size, target)
 
-    def _gather(self, piece: memoryview) -> None:
+    def _gather(self, piece: bytes) -> None:
         self._gathered += piece
         if not self._left:
             self._take_header()
@@ -278,27 +281,24 @@ class Reader:
                 raise PackFailed(code, message)
 
 
-def _parse_name(block: bytes) -> bytes:
-    name = block[:100].partition(b"\0")[0]
-    prefix = block[345:500].partition(b"\0")[0] if block[257:263] == b"ustar\0" else b""
-    return prefix + b"/" + name if prefix else name
+def _parse_name(fields: Tuple[bytes, ...]) -> bytes:
+    name, prefix = fields[0].partition(b"\0")[0], fields[14]
+    if prefix[0] and fields[9].startswith(b"ustar\0"):
+        return prefix.partition(b"\0")[0] + b"/" + name
+    return name
 
 
 def _parse_number(field: bytes) -> int:
     """Octal digits, or GNU's binary form of large numbers."""
     if field[0] & 0x80:
         return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
-    digits = field.strip(b" \0")
     try:
-        return int(digits, 8) if digits.isdigit() else _no_number(digits)
+        number = int(field.strip(b" \0") or b"0", 8)
     except ValueError:
-        raise TarError("a damaged header") from None
-
-
-def _no_number(digits: bytes) -> int:
-    if digits:
+        number = -1
+    if number < 0:
         raise TarError("a damaged header")
-    return 0
+    return number
 
 
 def _parse_decimal(digits: bytes) -> int:
