@@ -28,7 +28,7 @@ WAIT_S = 120.0
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with made_home(tmp_path_factory.mktemp("home")) as home:
         make_image(home)
-        with served(home, "--on-stop", "kill") as running:
+        with served(home, "--bind", "127.0.0.1:0", "--on-stop", "kill") as running:
             answer = Client(running.places[0]).post("/v1/snapshots", {"tag": "base", "image": "small", "wait": True})
             assert answer.status == 201, answer.content
             yield running

@@ -263,7 +263,7 @@ class Processes:
             del self._commands[command.pid]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Piece:
     kind: Kind
     start: int  # how much output there was before it
