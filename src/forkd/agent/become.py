@@ -147,7 +147,7 @@ class Becoming(Stream):
         try:
             self._script_pid, _ = spawn(Plan([self._scripts[index]], self._env, (null, null, null)))
         except NotStarted as error:
-            self._failed("%s: %s" % (self._scripts[index], error))
+            self._failed(str(error))
             return
         finally:
             os.close(null)

@@ -50,7 +50,8 @@ class Command(Stream):
         self._owed = 0  # stdin written to the program, and not yet granted to the host again
         self._allowed = WINDOW_BYTES
         self._status: int | None = None
-        self._pid, self._report = self._launch(request, base_env)
+        self._plan = parse_plan(request, base_env)
+        self._pid, self._report = self._launch(request, self._plan)
         loop.children[self._pid] = self._on_exit
         if self._report >= 0:
             loop.watch(self._report, READ, self._on_report)
@@ -106,8 +107,7 @@ class Command(Stream):
 
     # Life of the program
 
-    def _launch(self, request: Request, base_env: Dict[str, str]) -> tuple[int, int]:
-        plan = parse_plan(request, base_env)
+    def _launch(self, request: Request, plan: Plan) -> tuple[int, int]:
         theirs: List[int] = []
         try:
             if request.get("pty") is not None:
@@ -161,7 +161,7 @@ class Command(Stream):
     def _on_report(self, _events: int) -> None:
         """The program runs, or could not be started."""
         self._loop.unwatch(self._report)
-        failure = parse_report(os.read(self._report, 256))
+        failure = parse_report(os.read(self._report, 256), self._plan)
         os.close(self._report)
         self._started = True
         if failure is None:
@@ -292,7 +292,7 @@ def parse_plan(request: Request, base_env: Dict[str, str]) -> Plan:
     if request.get("user") is not None:
         plan.user = find_user(request["user"])
         if plan.user is None:
-            raise Refused("not_started", "No such user", "ENOENT")
+            raise Refused("not_started", "No such user: %s" % str(request["user"])[:100], "ENOENT")
         plan.env.update(HOME=plan.user.home)
         if plan.user.name is not None:
             plan.env.update(USER=plan.user.name, LOGNAME=plan.user.name)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from typing import Callable, Dict, List, NoReturn, Tuple
 
 _NOT_STARTED = 127
+_SHOWN = 300
 # The agent, or Python for it, ignores or handles these.
 _DEFAULT_SIGNALS = (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ)
 
@@ -60,10 +61,14 @@ def find_user(wanted: str | int) -> User | None:
 
 
 class NotStarted(Exception):
-    def __init__(self, errno_name: str, stage: str) -> None:
-        what = {"cwd": "The working directory cannot be used", "user": "The user cannot be switched to"}
-        why = os.strerror(getattr(errno, errno_name, 0))
-        super().__init__("%s: %s" % (what.get(stage, "The program cannot be executed"), why))
+    def __init__(self, errno_name: str, stage: str, plan: Plan) -> None:
+        if stage == "cwd":
+            what = "The working directory %s cannot be used" % (plan.cwd or "/")[:_SHOWN]
+        elif stage == "user":
+            what = "The user cannot be switched to"
+        else:
+            what = "The program %s cannot be executed" % plan.argv[0][:_SHOWN]
+        super().__init__("%s: %s" % (what, os.strerror(getattr(errno, errno_name, 0))))
         self.errno_name = errno_name
 
 
@@ -100,7 +105,7 @@ def _spawn_plain(plan: Plan) -> int:
             setsigdef=_DEFAULT_SIGNALS,
         )
     except OSError as error:
-        raise NotStarted(errno.errorcode.get(error.errno or 0, ""), stage) from error
+        raise NotStarted(errno.errorcode.get(error.errno or 0, ""), stage, plan) from error
     finally:
         os.chdir("/")
 
@@ -119,12 +124,12 @@ def _spawn_forked(plan: Plan) -> Tuple[int, int]:
     return pid, report
 
 
-def parse_report(report: bytes) -> NotStarted | None:
+def parse_report(report: bytes, plan: Plan) -> NotStarted | None:
     """None: it runs."""
     if not report:
         return None
     number, _, stage = report.decode("ascii", "replace").partition(" ")
-    return NotStarted(errno.errorcode.get(int(number), number), stage)
+    return NotStarted(errno.errorcode.get(int(number), number), stage, plan)
 
 
 def _become_program(plan: Plan, report: int) -> NoReturn:
