@@ -38,6 +38,14 @@ def test_output_of_any_size_comes_whole(client: Client, sandbox: str, size: int)
     assert events[-1].kind == "result" and events[-1].data["stdout"] == "é" * size
 
 
+def test_a_client_that_closed_its_writing_side_gets_all_of_a_large_answer(client: Client, sandbox: str) -> None:
+    body = json.dumps({"shell": "head -c 3000000 /dev/zero"}).encode()
+    head = f"POST {sandbox}/exec HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    answer = client.exchange(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body, half_close=True)
+    assert answer.status == 200 and answer.content.count(b"\\u0000") > 2_990_000
+    assert answer.content.endswith(b"\r\n0\r\n\r\n")
+
+
 @pytest.mark.parametrize("size", [5, 200_000])
 def test_a_command_that_ran_out_of_time_leaves_its_output_so_far(client: Client, sandbox: str, size: int) -> None:
     command = f"head -c {size} /dev/zero; echo why >&2; sleep 60"

@@ -17,6 +17,7 @@ import pytest
 from forkd.errors import Conflict, InvalidInput, NotFound
 from forkd.guest import agent as agent_module
 from forkd.guest.agent import Agent
+from forkd.guest.budget import GUEST_BYTES
 from forkd.host import peer
 from forkd.host.peer import find_owner, find_peer_uid, parse_answer, parse_table, render_question
 from forkd.runtime import ports as module
@@ -91,6 +92,15 @@ async def test_a_command_that_times_out_or_cannot_start_is_an_error_not_empty_ou
     absent = await call(port, action="exec", args=["/nonexistent"])
     assert absent.keys() == {"error", "traceback", "exit_code"}
     assert absent["error"].startswith("CommandNotStarted: ")
+
+
+async def test_output_of_any_size_comes_whole_and_is_kept_no_longer(ports: AgentPorts, agent: Agent) -> None:
+    size = 3_000_000
+    answer = await call(ports.open("a"), action="exec", args=["head", "-c", str(size), "/dev/zero"])
+    assert answer == {"stdout": "\0" * size, "stderr": "", "exit_code": 0}
+    async with asyncio.timeout(10):
+        while agent.channel.budget.free_bytes < GUEST_BYTES:
+            await asyncio.sleep(0.01)
 
 
 async def test_code_that_takes_too_long_is_an_error(ports: AgentPorts, monkeypatch: pytest.MonkeyPatch) -> None:
