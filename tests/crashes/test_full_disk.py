@@ -29,6 +29,8 @@ pytestmark = [pytest.mark.usefixtures("nothing_left"), as_root]
 def home(tmp_path: Path) -> Iterator[Home]:
     """With a disk of its own, just large enough for a snapshot of a small VM."""
     with small_disk(tmp_path / "home", "144m") as root:
+        # Of the test, which could not read it else.
+        (root / "served.log").symlink_to(tmp_path / "served.log")
         with made_home(root) as made:
             make_image(made)
             yield made
@@ -142,4 +144,30 @@ def test_a_daemon_killed_while_it_is_full_leaves_what_the_next_one_can_settle(ho
             daemon.kill()
     with served(home, "--bind", "none") as daemon, daemon.controller() as controller:
         assert set(check_agreement(home, controller)) == {paused, kept}
+        end_all(home, controller)
+
+
+def test_a_daemon_that_starts_while_it_is_full_can_end_what_is_there(home: Home) -> None:
+    with served(home, "--bind", "none") as daemon, daemon.controller() as controller:
+        removed, timed, kept = spawn(controller, 3)
+    with full(home):
+        with served(home, "--bind", "none") as daemon, daemon.controller() as controller:
+            client = Client(daemon.url)
+            assert controller.eval_code(kept, "x")["result"] == "41"
+            assert client.delete(f"/v1/sandboxes/{removed}").status == 204
+            controller.set_sandbox_timeout(timed, 0.1)
+            wait_gone(client, timed)
+            refuse_new_work(daemon)
+    with served(home, "--bind", "none") as daemon, daemon.controller() as controller:
+        assert check_agreement(home, controller) == [kept]
+        end_all(home, controller)
+
+
+def test_a_snapshot_can_be_removed_to_make_room(home: Home) -> None:
+    with served(home, "--bind", "none") as daemon, daemon.controller() as controller:
+        [kept] = spawn(controller, 1)
+        with full(home):
+            controller.delete_snapshot("warm")
+            assert controller.list_snapshots() == []
+        assert check_agreement(home, controller) == [kept]
         end_all(home, controller)

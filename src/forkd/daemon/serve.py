@@ -191,8 +191,9 @@ async def _listening(app: ASGIApp, daemon: Daemon, settings: Settings) -> AsyncI
             await stack.enter_async_context(served(app, sock, tls, DRAIN_S, ConnectionCap(most)))
             for sock, tls in opened
         ]
-        for place in daemon.listeners:
-            print(f"Listening on {place}", flush=True)
+        with contextlib.suppress(OSError):  # a file on a full disk
+            for place in daemon.listeners:
+                print(f"Listening on {place}", flush=True)
         yield servers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -58,8 +59,8 @@ def owned(path: Path, taken: str, hint: str) -> Iterator[None]:
         except BlockingIOError:
             pid = os.pread(fd, 20, 0).decode("ascii", "replace").strip()
             raise Conflict(f"{taken} (pid {pid})" if pid else taken, hint=hint) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # on a full disk the lock counts, whatever the file shows
+            os.ftruncate(fd, os.pwrite(fd, f"{os.getpid()}\n".encode(), 0))
         yield
     finally:
         os.close(fd)

@@ -61,9 +61,13 @@ class Database:
         self._durable = False
         try:
             _make_private(path)
-            self._db = sqlite3.connect(path, isolation_level=None, timeout=_BUSY_MS / 1000)
-            self._db.row_factory = sqlite3.Row
-            self._open(path, steps)
+            try:
+                self._open(path, steps)
+            except sqlite3.OperationalError as error:
+                if not _is_disk_trouble(error):
+                    raise
+                # Its index, in a file that processes share, needs room on the disk; without others it needs none.
+                self._open(path, steps, alone=True)
         except (sqlite3.Error, OSError) as error:
             if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
                 raise self._unwritable(error) from error
@@ -72,7 +76,18 @@ class Database:
                 hint="Move it away to start with an empty one; VMs that run will then be ended",
             ) from error
 
-    def _open(self, path: Path, steps: Sequence[str]) -> None:
+    def _open(self, path: Path, steps: Sequence[str], *, alone: bool = False) -> None:
+        self._db = sqlite3.connect(path, isolation_level=None, timeout=_BUSY_MS / 1000)
+        try:
+            self._db.row_factory = sqlite3.Row
+            self._prepare(path, steps, alone=alone)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _prepare(self, path: Path, steps: Sequence[str], *, alone: bool) -> None:
+        if alone:
+            self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
         self._db.execute("PRAGMA temp_store = MEMORY")
@@ -156,7 +171,7 @@ class Database:
 
     def _written_again(self, error: sqlite3.OperationalError) -> sqlite3.Cursor:
         """All that the transaction under way wrote, in memory, after the disk refused it."""
-        if self.adrift or error.sqlite_errorcode & 0xFF not in _DISK_TROUBLE:
+        if self.adrift or not _is_disk_trouble(error):
             raise error
         self._undo()
         if self._durable:
@@ -232,6 +247,10 @@ class Database:
             f"The registry {self._path} cannot be written{why}",
             hint="Free some space on its disk. Sandboxes can be ended meanwhile",
         )
+
+
+def _is_disk_trouble(error: sqlite3.OperationalError) -> bool:
+    return error.sqlite_errorcode & 0xFF in _DISK_TROUBLE  # the rest is which kind of it
 
 
 def _make_private(path: Path) -> None:

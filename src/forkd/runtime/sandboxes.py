@@ -147,7 +147,7 @@ class Sandboxes:
         return len(await self.kill_these(record.id for record in self.registry.list_sandboxes()))
 
     async def kill_these(self, ids: Iterable[str]) -> list[str]:
-        """Those of them that went."""
+        """Those of them that went; one that resists holds up no other."""
         gate = asyncio.Semaphore(_KILLS_AT_ONCE)
 
         async def kill(sandbox_id: str) -> str | None:
@@ -155,6 +155,9 @@ class Sandboxes:
                 try:
                     await self.kill(sandbox_id)
                 except (NotFound, Conflict):  # it went by itself, or is starting or stopping
+                    return None
+                except Exception:
+                    _log.exception("Sandbox %s could not be ended", sandbox_id)
                     return None
             return sandbox_id
 
