@@ -1,5 +1,5 @@
 # The words of this project; CI uses the same ones.
-.PHONY: help demo test test-long lab lint bench setup clean
+.PHONY: help demo test test-long lab lint bench setup lock clean
 
 PY := .venv/bin/python
 T ?= tests
@@ -15,9 +15,14 @@ help:
 	@echo "make lab    the tests that need KVM, root and cgroup v2, in a machine that has them; T=path::test, CMD='a command'"
 	@echo "make bench  measure, write bench/results.json and the charts in docs/"
 	@echo "make lint   the static checks only"
+	@echo "make lock   refresh the versions and hashes of what set-up installs"
 
 setup:
 	@tools/setup dev
+
+# What set-up installs, by version and hash.
+lock: setup
+	$(PY) tools/lock.py
 
 demo:
 	@tools/setup server image
