@@ -55,7 +55,7 @@ def run_serve(args: argparse.Namespace) -> int:
 def add_up(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Start the daemon in the background, where it stays; one that runs already stays as well. "
-        "It listens on TCP only with --bind, FORKD_BIND, or bind in the settings file."
+        "It listens on TCP only with --bind, or if its settings have bind or tls_cert."
     )
     parser.add_argument("--bind", metavar="ADDRESS:PORT", help="listen on this TCP address too")
     add_json(parser, "print one JSON object")
@@ -98,7 +98,8 @@ def _find_bind() -> str | None:
     from forkd.host.paths import find_home
 
     path, required = find_config({}, os.environ, find_home())
-    said = os.environ.get("FORKD_BIND") or "bind" in read_config(path, required=required)
+    file = read_config(path, required=required)
+    said = any(key in file or os.environ.get(f"FORKD_{key.upper()}") for key in ("bind", "tls_cert"))
     return None if said else NO_TCP
 
 
