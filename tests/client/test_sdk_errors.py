@@ -50,9 +50,9 @@ def test_a_token_that_is_refused_comes_with_what_to_do() -> None:
     assert isinstance(error, errors.Unauthorized) and "FORKD_TOKEN" in (error.hint or "")
 
 
-def test_a_hint_for_those_who_write_http_is_left_out() -> None:
+def test_a_hint_for_those_who_write_http_is_replaced() -> None:
     error = answered(400, {"error": "n: wrong", "code": "invalid_input", "hint": "See /openapi.json for what it takes"})
-    assert isinstance(error, errors.InvalidInput) and error.hint is None
+    assert isinstance(error, errors.InvalidInput) and error.hint == "Correct the value that is named"
 
 
 def test_a_hint_is_a_note_and_can_be_changed() -> None:
