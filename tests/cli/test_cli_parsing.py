@@ -153,6 +153,7 @@ def test_what_is_not_a_time_is_refused(text: str) -> None:
             "timeout_secs must be between 0.1 and 86400 seconds, got 3",
             "--timeout must be between 0.1 and 86400 seconds, got 3",
         ),
+        ("since: must be a whole number", "--since must be a whole number"),
         ("memory_limit_mib cannot be enforced", "--memory-limit-mib cannot be enforced"),
         ("There is no sandbox web", "There is no sandbox web"),
     ],
@@ -162,7 +163,10 @@ def test_what_the_daemon_says_is_told_in_the_words_of_the_command_line(said: str
 
 
 def test_the_apis_description_is_never_the_advice() -> None:
-    assert translate_hint("See /openapi.json for what it takes", ["fork", "x"]) == "See: forkd fork --help"
+    said = "See /openapi.json for what it takes"
+    assert translate_hint(said, ["fork", "x"]) == "See: forkd fork --help"
+    assert translate_hint(said, ["snapshot", "create", "--tag", "x"]) == "See: forkd snapshot create --help"
+    assert translate_hint(said, []) == "See: forkd --help"
     assert translate_hint("Raise timeout_secs", []) == "Raise --timeout"
     assert translate_hint("Choose another tag or ask to replace it", []) == "Choose another tag or pass --replace"
     assert translate_hint(None, []) is None

@@ -21,11 +21,12 @@ CREATE = ("snapshot", "create", "--image", "small", "--tag")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], ["forkd needs COMMAND", "See: forkd --help"]),
+        ([], ["forkd needs a command", "See: forkd --help"]),
+        (["--verison"], ["forkd has no option --verison", "Did you mean --version?"]),
         (["fly"], ["forkd has no command 'fly'", "See: forkd --help"]),
         (["frok", "warm"], ["forkd has no command 'frok'", "Did you mean fork?"]),
         (["extent"], ["Did you mean extend?"]),
-        (["snapshot"], ["forkd snapshot needs ACTION", "See: forkd snapshot --help"]),
+        (["snapshot"], ["forkd snapshot needs an action", "See: forkd snapshot --help"]),
         (["snapshot", "crate"], ["forkd snapshot has no action 'crate'", "Did you mean create?"]),
         (["snapshot", "create"], ["forkd snapshot create needs --tag, --image"]),
         (["demo", "-n", "many"], ["-n takes a whole number, got 'many'"]),

@@ -23,6 +23,8 @@ _RULES = (
     (r"ambiguous option: (\S+) could match (.+)", "{0} is short for several options: {1}"),
 )
 _PROGRAM = "forkd"
+_OWN_OPTIONS = ("-h", "--help", "--version")
+_NOUNS = {"COMMAND": "a command", "ACTION": "an action"}
 _CHOICE = re.compile(r"argument (.+?): invalid choice: (.+?) \(choose from .*\)", re.DOTALL)
 
 
@@ -42,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         for pattern, template in _RULES:
             if found := re.fullmatch(pattern, message, re.DOTALL):
                 first, *rest = found.groups()
-                return template.format(_name(first), *rest, prog=self.prog)
+                return template.format(_NOUNS.get(first, _name(first)), *rest, prog=self.prog)
         return message[:1].upper() + message[1:]
 
     def _hint(self, message: str) -> str:
@@ -65,6 +67,8 @@ def render_hint(prog: str, meant: str | None) -> str:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     args = argparse.Namespace()
+    if words and words[0].startswith("-") and words[0] not in _OWN_OPTIONS:
+        raise explain_left(build_parser(""), words)
     parse_into(args, build_parser(find_command(words)), words)
     return args
 
@@ -95,6 +99,11 @@ def find_parser(parser: argparse.ArgumentParser, words: Iterable[str]) -> argpar
             break
         parser = below[0].choices.get(word, parser)
     return parser
+
+
+def find_prog(words: Sequence[str]) -> str:
+    """`forkd snapshot create` for the words of one."""
+    return find_parser(build_parser(find_command(words)), words).prog
 
 
 def explain_left(parser: argparse.ArgumentParser, left: Sequence[str]) -> InvalidInput:

@@ -57,7 +57,7 @@ _CHECKED = {
 # What is asked for in the API, and how it is asked for here.
 _REQUESTS = {"ask to replace it": "pass --replace"}
 _FIELD = re.compile(rf"\b({'|'.join(_WORDS)})\b")
-_CHECK = re.compile(r"(\w+)(?:\.[\w.]+)?: (?:Input should|Value error,|[A-Z]\w+ should) ?(.*)", re.DOTALL)
+_CHECK = re.compile(r"(\w+)(?:\.[\w.]+)?: (Input should|Value error,|[A-Z]\w+ should|must) ?(.*)", re.DOTALL)
 _OUTPUTS = ("stdout", "stderr", "truncated")
 
 
@@ -118,7 +118,7 @@ def translate(message: str) -> str:
     """What the daemon says of a field of the API, as said of the option that sets it."""
     if found := _CHECK.fullmatch(message):
         name = _WORDS.get(found[1]) or _CHECKED.get(found[1], found[1])
-        said = f"{name} must {found[2]}" if " should" in message else f"{name}: {found[2]}"
+        said = f"{name}: {found[3]}" if found[2].startswith("Value") else f"{name} must {found[3]}"
         return said[:1].upper() + said[1:]
     return _FIELD.sub(lambda found: _WORDS[found[1]], message)
 
@@ -128,7 +128,9 @@ def translate_hint(hint: str | None, words: Sequence[str]) -> str | None:
     if hint is None:
         return None
     if "openapi.json" in hint:
-        return f"See: forkd {words[0]} --help" if words else "See: forkd --help"
+        from forkd.cli.parser import find_prog
+
+        return f"See: {find_prog(words)} --help"
     for request, option in _REQUESTS.items():
         hint = hint.replace(request, option)
     return translate(hint)
