@@ -15,7 +15,7 @@ from support_processes import wait_until
 from forkd.errors import BuildFailed, HostLacks, InvalidInput, NoCapacity
 from forkd.host import tools
 from forkd.host.paths import Home
-from forkd.image import Image, ImageStore, debian_spec, directory_spec, get_recipe
+from forkd.image import Image, ImageStore, Run, debian_spec, directory_spec, get_recipe
 from forkd.image.kernel import BOOT_MODULES, load_order, read_index
 
 build = pytest.mark.build
@@ -105,12 +105,30 @@ def test_compiled_python_is_kept_and_fits_its_source(python_image: Image, tmp_pa
 
 
 @build
-def test_an_unknown_package_fails_with_the_tools_words(home: Home, heard: Heard) -> None:
+def test_an_unknown_package_is_one_line_with_a_hint(home: Home, heard: Heard) -> None:
     with pytest.raises(BuildFailed) as caught:
         ImageStore(home).build(debian_spec(["python3", "no-such-package-anywhere"]), "x", heard)
-    assert "no-such-package-anywhere" in (caught.value.details or "")
+    assert caught.value.message == "Debian bookworm has no package no-such-package-anywhere"
+    assert caught.value.hint is not None and caught.value.details is None
     assert list_leftovers(home.root) == NOTHING
     assert ImageStore(home).list() == []
+
+
+@build
+@as_root
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("small_kernel")
+def test_a_debian_root_with_a_step_on_top_keeps_what_the_packages_brought(home: Home, tmp_path: Path) -> None:
+    image = ImageStore(home).build(debian_spec(["python3"], steps=[Run("id -u > /etc/made")]), "stepped")
+    assert {"python3", "libc6"} <= set(image.packages)
+    with mounted(tmp_path / "view", image.root, "-o", "loop,ro") as root:
+        assert (root / "etc/made").read_text() == "0\n"
+        assert (root / "usr/bin/su").stat().st_mode & 0o7777 == 0o4755
+        assert (root / "usr/bin/perl").stat().st_ino == next(root.glob("usr/bin/perl5.*")).stat().st_ino
+        assert (root / "etc/shadow").stat().st_gid == 42
+        assert (root / "tmp").stat().st_mode & 0o7777 == 0o1777
+        for name in ("dev", "proc", "run", "sys", "tmp"):
+            assert list((root / name).iterdir()) == []
 
 
 def test_an_archive_that_cannot_be_reached_fails_with_the_tools_words(home: Home) -> None:

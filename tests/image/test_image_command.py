@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support_roots import make_busybox_root
 
 from forkd.cli.image import parse_request
 from forkd.cli.output import render_age, render_size
 from forkd.cli.parser import build_parser
 from forkd.errors import Conflict, InvalidInput, NotFound
-from forkd.image import ImageStore, debian_spec, directory_spec
+from forkd.image import Copy, ImageStore, Run, debian_spec, directory_spec
 from forkd.store.snapshots import SnapshotStore
 
 
@@ -44,6 +45,45 @@ def test_packages_come_on_top_of_a_recipe_or_alone() -> None:
     )
     alone = parse_request(parse("build", "-p", "python3", "-p", "curl", "--name", "web", "--suite", "trixie"))
     assert alone == (debian_spec(["python3", "curl"], suite="trixie"), "web")
+
+
+def test_packages_keep_their_order_and_so_do_steps(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("# mine\nsix==1.16.0\n\nattrs\n")
+    options = ["--pip", "numpy==1.26.4", "-r", str(tmp_path / "requirements.txt"), "--pip", "rich"]
+    steps = ["--run", "make", "--copy", "app:/srv/app", "--run", "make install"]
+    spec, name = parse_request(parse("build", "-p", "python3", *options, *steps, "--name", "mine"))
+    assert spec.pip == ("numpy==1.26.4", "six==1.16.0", "attrs", "rich")
+    assert spec.steps == (Run("make"), Copy(Path("app"), "/srv/app"), Run("make install"))
+    assert name == "mine"
+    # Each command line begins anew.
+    assert parse_request(parse("build"))[0].is_layered is False
+
+
+def test_a_directory_takes_packages_and_steps_too(tmp_path: Path) -> None:
+    asked = parse("build", "--from-directory", str(tmp_path), "--name", "mine", "--pip", "six", "--run", "true")
+    assert parse_request(asked)[0] == directory_spec(tmp_path, pip=["six"], steps=[Run("true")])
+
+
+def test_a_file_of_requirements_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name, error in (("absent", NotFound), ("binary", InvalidInput), (".", InvalidInput)):
+        with pytest.raises(error, match=name):
+            parse_request(parse("build", "-r", str(tmp_path / name)))
+
+
+def test_packages_and_steps_are_shown(at_home: ImageStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = make_busybox_root(tmp_path / "busybox")
+    command = ["build", "--from-directory", str(root), "--name", "mine", "--run", "echo x > /etc/x"]
+    assert run(*command) == 0
+    assert "already built" not in capsys.readouterr().err
+    assert run(*command) == 0
+    assert "already built" in capsys.readouterr().err
+    assert run("inspect", "mine") == 0
+    shown = capsys.readouterr().out
+    assert "step 1" in shown and "run echo x > /etc/x" in shown and "steps: 1" in shown
+    assert run("inspect", "mine", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["pip"], shown["source"]["steps"]) == ({}, [{"run": "echo x > /etc/x"}])
 
 
 def test_a_directory_is_built_under_the_name_given(tmp_path: Path) -> None:
@@ -81,7 +121,7 @@ def test_an_image_is_built_listed_inspected_and_removed(
     assert "mine" in table and built["id"] in table
 
     assert run("inspect", built["id"], "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {**built, "installed": {}}
+    assert json.loads(capsys.readouterr().out) == {**built, "installed": {}, "pip": {}}
     assert run("inspect", "mine") == 0
     assert built["root"] in capsys.readouterr().out
 

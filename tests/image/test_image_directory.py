@@ -13,6 +13,7 @@ from forkd.errors import Conflict, InvalidInput, NotFound
 from forkd.host.paths import Home
 from forkd.image import ImageStore, directory_spec
 from forkd.image.directory import build_directory_root, scan_directory
+from forkd.image.pack import Render, render_mkfs, render_tar
 
 
 def digest(directory: Path) -> str:
@@ -136,12 +137,15 @@ def test_a_path_that_is_too_long_is_refused(root_directory: Path) -> None:
     subprocess.run(["rm", "-rf", str(root_directory / "deep")], check=True)
 
 
-def test_the_same_directory_packs_to_the_same_bytes(root_directory: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("render", "file"), [(render_mkfs, "root.erofs"), (render_tar, "tree.tar")])
+def test_the_same_directory_packs_to_the_same_bytes(
+    root_directory: Path, tmp_path: Path, render: Render, file: str
+) -> None:
     packed = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        build_directory_root(root_directory, scan_directory(root_directory), tmp_path / name, Heard())
-        packed.append((tmp_path / name / "root.erofs").read_bytes())
+        build_directory_root(root_directory, scan_directory(root_directory), render, tmp_path / name, Heard())
+        packed.append((tmp_path / name / file).read_bytes())
     assert packed[0] == packed[1]
 
 
@@ -149,4 +153,4 @@ def test_a_directory_that_changes_while_it_is_packed_is_refused(root_directory: 
     scan = scan_directory(root_directory)
     (root_directory / "etc/issue").write_text("later\n")
     with pytest.raises(Conflict, match="changed while it was read"):
-        build_directory_root(root_directory, scan, tmp_path, Heard())
+        build_directory_root(root_directory, scan, render_mkfs, tmp_path, Heard())

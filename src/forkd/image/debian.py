@@ -6,6 +6,7 @@ image; the directory it was packed from is gone when mmdebstrap ends.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import Any
 
 from forkd.errors import BuildFailed, InvalidInput
 from forkd.host.tools import check_namespaces, find_tool, remove_tree, run_namespaced, tool_environment
-from forkd.image.root import MOUNTED_OVER, ROOT_FILE, get_interpreter, parse_listing, render_mkfs
+from forkd.image.pack import EPOCH_S, PACK_HERE, Render, pack_variables
+from forkd.image.root import MOUNTED_OVER, get_python, parse_listing
 from forkd.image.spec import DebianSource, Progress
+from forkd.image.target import debian_target
 
 _BUILD_DEADLINE_S = 3600.0
 
@@ -31,9 +34,7 @@ _DPKG_OPTIONS = (
     "path-exclude=/usr/share/lintian/*",
     "path-exclude=/usr/share/bug/*",
 )
-# Not given to the installation as SOURCE_DATE_EPOCH: Python would then compile to .pyc files that are checked
-# against a hash of their source at every import.
-_EPOCH_S = 946684800
+_MISSING = re.compile(r"E: (?:Unable to locate package (\S+)|Package '([^']+)' has no installation candidate)")
 
 _PACK = f"""\
 set -eu
@@ -56,20 +57,13 @@ find var/log -type f -delete
 : > etc/resolv.conf
 echo localhost > etc/hostname
 [ -s etc/hosts ] || printf '127.0.0.1 localhost\\n::1 localhost\\n' > etc/hosts
-[ ! -e etc/shadow ] || sed -i 's/^\\([^:]*:[^:]*:\\)[0-9]\\{{1,\\}}:/\\1{_EPOCH_S // 86400}:/' etc/shadow
+[ ! -e etc/shadow ] || sed -i 's/^\\([^:]*:[^:]*:\\)[0-9]\\{{1,\\}}:/\\1{EPOCH_S // 86400}:/' etc/shadow
 rm -f etc/shadow- etc/passwd- etc/group- etc/gshadow-
 mkdir -p {" ".join(MOUNTED_OVER)}
 chmod 1777 tmp
 
 dpkg-query --admindir="$view/var/lib/dpkg" -W -f '${{Package}}\\t${{Version}}\\n' > "$FORKD_WORK/packages"
-find . -xdev -mindepth 1 -printf '%y %m %P\\0%l\\0' > "$FORKD_WORK/listing"
-
-# What a package brought keeps its time; what this build made gets one that is always the same.
-find . -xdev -newer "$FORKD_WORK/pack.sh" -exec touch --no-dereference --date=@$FORKD_EPOCH {{}} +
-export SOURCE_DATE_EPOCH=$(find . -xdev -printf '%Ts\\n' | sort -n | tail -n 1)
-cd /
-eval "$FORKD_MKFS"
-umount "$view"
+{PACK_HERE}umount "$view"
 rmdir "$view"
 """
 
@@ -113,22 +107,51 @@ def render_mmdebstrap(source: DebianSource, hook: Path, merged_usr: Path | None)
     ]
 
 
-def build_debian_root(source: DebianSource, out: Path, work: Path, progress: Progress) -> dict[str, Any]:
-    """Make out/root.erofs; returns what is in it. `work` is a directory that the caller removes."""
-    merged_usr, mkfs = _find_merged_usr(find_tool("mmdebstrap")), find_tool("mkfs.erofs")
+def build_debian_root(
+    source: DebianSource, render: Render, out: Path, work: Path, progress: Progress
+) -> dict[str, Any]:
+    """Pack a root into `out`; returns what is in it. `work` is a directory that the caller removes."""
+    merged_usr = _find_merged_usr(find_tool("mmdebstrap"))
+    pack = render(out, work / "view", False, False)
     progress.stage(f"Installing Debian {source.suite} with {' '.join(source.packages) or 'nothing more'}")
     hook = work / "pack.sh"
     hook.write_text(_PACK)
-    run_mmdebstrap(
-        render_mmdebstrap(source, hook, merged_usr),
-        work=work,
-        doing="Installing the image's packages",
-        deadline_s=_BUILD_DEADLINE_S,
-        progress=progress,
-        FORKD_EPOCH=str(_EPOCH_S),
-        FORKD_MKFS=shlex.join(render_mkfs(mkfs, out / ROOT_FILE, work / "view")),
-    )
+    heard = _Missing(progress)
+    try:
+        run_mmdebstrap(
+            render_mmdebstrap(source, hook, merged_usr),
+            work=work,
+            doing="Installing the image's packages",
+            deadline_s=_BUILD_DEADLINE_S,
+            progress=heard,
+            **pack_variables(pack),
+        )
+    except BuildFailed as error:
+        if not heard.packages:
+            raise
+        # The tool's two dozen lines say no more than this.
+        raise BuildFailed(
+            f"Debian {source.suite} has no package {' and no package '.join(heard.packages)}",
+            hint="Look for its name with apt-cache search, or choose a release with --suite; Python packages: --pip",
+        ) from error
     return _facts(work)
+
+
+class _Missing:
+    """A progress that also notes which packages the archive does not have."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.packages: list[str] = []
+
+    def stage(self, text: str) -> None:
+        self._progress.stage(text)
+
+    def line(self, text: str) -> None:
+        self._progress.line(text)
+        if (match := _MISSING.search(text)) is not None:
+            package = match[1] or match[2]
+            self.packages += [package] if package not in self.packages else []
 
 
 def _find_merged_usr(mmdebstrap: Path) -> Path | None:
@@ -139,10 +162,12 @@ def _find_merged_usr(mmdebstrap: Path) -> Path | None:
 
 def _facts(work: Path) -> dict[str, Any]:
     try:
-        python = get_interpreter(parse_listing((work / "listing").read_bytes()))
+        python = get_python(parse_listing((work / "listing").read_bytes()))
         lines = (work / "packages").read_text().splitlines()
     except OSError as error:
         raise BuildFailed("mmdebstrap ended without packing the image") from error
     except InvalidInput as error:
         raise InvalidInput(error.message, hint="Add python3 to the packages") from error
-    return {"python": python, "packages": dict(line.split("\t", 1) for line in lines)}
+    packages = dict(line.split("\t", 1) for line in lines)
+    target = debian_target(python.minor, packages.get("libc6", ""))
+    return {"python": python.path, "packages": packages, "target": target.as_json()}

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from forkd.errors import BuildFailed, Conflict, InvalidInput, NotFound
-from forkd.host.tools import find_tool, run_tool, tool_environment
+from forkd.host.tools import run_tool, tool_environment
 from forkd.host.trees import Descent, descended
-from forkd.image.root import MOUNTED_OVER, ROOT_FILE, Node, get_interpreter, render_mkfs
+from forkd.image.pack import Render
+from forkd.image.root import MOUNTED_OVER, Node, get_python
 from forkd.image.spec import Progress
+from forkd.image.target import directory_target
 
-_MKFS_DEADLINE_S = 1800.0
+_PACK_DEADLINE_S = 1800.0
 _MAX_ENTRIES = 2_000_000
 # What the kernel takes as a path, and with it mkfs.erofs.
 _MAX_PATH_BYTES = 4095
@@ -37,7 +39,23 @@ class Scan:
 
 def scan_directory(directory: Path) -> Scan:
     """Digest paths, modes, owners, link targets and content. Raises InvalidInput for what an image cannot hold."""
-    scanner = _Scanner(directory, owners=not _owner_options(), left_out=MOUNTED_OVER)
+    return _scan(directory, _Scanner(directory, owners=_keep_owners(), left_out=MOUNTED_OVER))
+
+
+def scan_copied(source: Path) -> str:
+    """The digest of what `--copy` takes: a file's mode and content, or a directory; whose they are does not matter."""
+    try:
+        real = source.resolve(strict=True)
+        is_directory = real.is_dir()
+    except FileNotFoundError as error:
+        raise NotFound(f"There is no file or directory {source}", hint="Check the source of --copy") from error
+    except (OSError, RuntimeError) as error:
+        raise InvalidInput(f"{source} cannot be read") from error
+    scanner = _Scanner(source, owners=False, left_out=())
+    return _scan(source, scanner).digest if is_directory else scanner.digest_file(real)
+
+
+def _scan(directory: Path, scanner: _Scanner) -> Scan:
     with _opened_root(directory) as descent:
         try:
             return scanner.scan(descent)
@@ -45,25 +63,28 @@ def scan_directory(directory: Path) -> Scan:
             raise InvalidInput(f"{directory} cannot be read: {error}") from error
 
 
-def build_directory_root(directory: Path, scan: Scan, out: Path, progress: Progress) -> dict[str, Any]:
-    """Make out/root.erofs of a directory just scanned; returns what is in it."""
-    mkfs = find_tool("mkfs.erofs")
-    python = get_interpreter(scan.tree)
-    progress.stage(f"Packing {directory}")
+def build_directory_root(directory: Path, scan: Scan, render: Render, out: Path, progress: Progress) -> dict[str, Any]:
+    """Pack a directory just scanned into `out`; returns what is in it."""
     # Extended attributes are not part of the digest, so they stay out.
-    options = ["-x-1", *_owner_options()]
+    pack = render(out, directory, True, not _keep_owners())
+    python = get_python(scan.tree)
+    progress.stage(f"Packing {directory}")
     run_tool(
-        render_mkfs(mkfs, out / ROOT_FILE, directory, options=options),
+        pack,
         doing=f"Packing {directory}",
         failure=BuildFailed,
-        deadline_s=_MKFS_DEADLINE_S,
+        deadline_s=_PACK_DEADLINE_S,
         on_line=progress.line,
         env=tool_environment(SOURCE_DATE_EPOCH=str(scan.newest_mtime)),
         disk=out,
     )
     if scan_directory(directory).digest != scan.digest:
-        raise Conflict(f"{directory} changed while it was read", hint="Build again when nothing writes to it")
-    return {"python": python}
+        raise changed_meanwhile(directory)
+    return {"python": python.path, "target": directory_target(directory, scan.tree, python.minor).as_json()}
+
+
+def changed_meanwhile(path: Path) -> Conflict:
+    return Conflict(f"{path} changed while it was read", hint="Build again when nothing writes to it")
 
 
 class _Scanner:
@@ -123,6 +144,14 @@ class _Scanner:
                 self._digest_content(fd, path, size)
         return kind == "d" and path not in self._left_out
 
+    def digest_file(self, file: Path) -> str:
+        try:
+            with _opened(str(file.parent), None, _OPEN | os.O_DIRECTORY) as parent:
+                self._take(parent, file.name, "")
+        except OSError as error:
+            raise InvalidInput(f"{file} cannot be read: {error.strerror}") from error
+        return self._digest.hexdigest()
+
     def _digest_content(self, fd: int, path: str, size: int) -> None:
         left = size
         while data := os.read(fd, _CHUNK):
@@ -156,7 +185,7 @@ def _opened_root(directory: Path) -> Iterator[Descent]:
 
 
 @contextmanager
-def _opened(name: str, parent: int, flags: int) -> Iterator[int]:
+def _opened(name: str, parent: int | None, flags: int) -> Iterator[int]:
     fd = os.open(name, flags, dir_fd=parent)
     try:
         yield fd
@@ -164,6 +193,6 @@ def _opened(name: str, parent: int, flags: int) -> Iterator[int]:
         os.close(fd)
 
 
-def _owner_options() -> list[str]:
+def _keep_owners() -> bool:
     """Without root, the files are the caller's own and become root's in the image."""
-    return [] if os.geteuid() == 0 else ["--all-root"]
+    return os.geteuid() == 0

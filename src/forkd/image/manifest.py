@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class Image:
     created: float
     source: Mapping[str, Any]
     packages: Mapping[str, str] = field(repr=False)
+    # By name: its version and the SHA-256 of its wheel.
+    pip: Mapping[str, Mapping[str, str]] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class FileRef:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`files` by role."""
+    """`files` by role; `inputs` are the pieces that the root was made from, kept for the next build."""
 
     id: str
     created: float
@@ -57,11 +59,13 @@ class Manifest:
     python: str
     source: dict[str, Any]
     packages: dict[str, str]
+    pip: dict[str, dict[str, str]]
     files: dict[str, FileRef]
+    inputs: tuple[str, ...]
 
     @property
     def pieces(self) -> set[str]:
-        return {file.piece for file in self.files.values()}
+        return {*self.inputs, *(file.piece for file in self.files.values())}
 
     def image(self, directory: Path, pieces: Path, name: str | None) -> Image:
         paths = {role: pieces / file.piece / file.name for role, file in self.files.items()}
@@ -78,6 +82,7 @@ class Manifest:
             created=self.created,
             source=self.source,
             packages=self.packages,
+            pip=self.pip,
         )
 
 
@@ -85,7 +90,9 @@ def is_image_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None
 
 
-def compose_manifest(chosen: Mapping[str, tuple[Piece, str]], source: dict[str, Any], created: float) -> Manifest:
+def compose_manifest(
+    chosen: Mapping[str, tuple[Piece, str]], source: dict[str, Any], created: float, inputs: Sequence[Piece] = ()
+) -> Manifest:
     """From one piece and file name per role. The id is a digest of the content only."""
     facts: dict[str, Any] = {}
     for piece, _ in chosen.values():
@@ -102,7 +109,9 @@ def compose_manifest(chosen: Mapping[str, tuple[Piece, str]], source: dict[str, 
         python=facts["python"],
         source=source,
         packages=facts.get("packages", {}),
+        pip=facts.get("pip", {}),
         files=files,
+        inputs=tuple(piece.name for piece in inputs),
     )
 
 
@@ -120,6 +129,8 @@ def render_manifest(manifest: Manifest) -> bytes:
         "source": manifest.source,
         "files": files,
         "packages": manifest.packages,
+        "pip": manifest.pip,
+        "inputs": list(manifest.inputs),
     }
     return json.dumps(value, indent=1).encode() + b"\n"
 
@@ -140,9 +151,12 @@ def parse_manifest(data: bytes, where: Path) -> Manifest:
             python=str(value["python"]),
             source=dict(value["source"]),
             packages=dict(value["packages"]),
+            # Absent before images had them.
+            pip={str(name): dict(wheel) for name, wheel in value.get("pip", {}).items()},
             files=files,
+            inputs=tuple(map(str, value.get("inputs", ()))),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise SnapshotDamaged(f"The image manifest {where} is damaged", hint="Build the image again") from error
 
 

@@ -1,18 +1,14 @@
-"""A root file system: the Python in it that the agent will run on, found without running it; and packed as EROFS."""
+"""A root file system: the Python in it that the agent will run on, found without running it."""
 
 from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from forkd.errors import InvalidInput
 
-ROOT_FILE = "root.erofs"
-# Fixed, so that the same content gives the same bytes.
-_UUID = "8f6d3c52-6f1e-4f0b-9d0a-666f726b6401"
 # The guest mounts its own over these; the directories themselves stay as mount points.
 MOUNTED_OVER = ("dev", "proc", "run", "sys", "tmp")
 _MAX_LINKS = 40
@@ -89,8 +85,20 @@ class _Candidate:
     whole: bool
 
 
+@dataclass(frozen=True)
+class Python:
+    """`path` as the guest sees it; the version is 3.`minor`."""
+
+    path: str
+    minor: int
+
+
 def get_interpreter(tree: Tree) -> str:
-    """The path of a Python the agent can use, as the guest sees it.
+    return get_python(tree).path
+
+
+def get_python(tree: Tree) -> Python:
+    """A Python the agent can use.
 
     Nothing of the image is executed: the version is in the name of the program or of its library's directory.
     """
@@ -101,7 +109,7 @@ def get_interpreter(tree: Tree) -> str:
         elif not candidate.whole:
             refused.append(f"{candidate.path} lacks parts of its library, as python3-minimal does")
         else:
-            return candidate.path
+            return Python(candidate.path, candidate.minor)
     reasons = f": {'; '.join(refused)}" if refused else " in /usr/bin or /usr/local/bin"
     raise InvalidInput(f"The image has no Python the guest agent can use{reasons}", hint=_HINT)
 
@@ -131,21 +139,3 @@ def _find_candidate(tree: Tree, path: str) -> _Candidate | None:
 
 def _has_module(tree: Tree, home: str, minor: int, module: str) -> bool:
     return any(resolve(tree, f"{home}/{lib}/python3.{minor}/{module}") for lib in ("lib", "lib64"))
-
-
-def render_mkfs(mkfs: Path, out: Path, root: Path, *, options: Sequence[str] = ()) -> list[str]:
-    """No compression: a guest under emulation unpacks slower than the host reads.
-
-    Times are kept: Python compiles a .py file again at every boot when its time is not the one in its .pyc.
-    """
-    excluded = f"^({'|'.join(MOUNTED_OVER)})/.+"
-    return [
-        str(mkfs),
-        "--quiet",
-        "--preserve-mtime",
-        f"-U{_UUID}",
-        f"--exclude-regex={excluded}",
-        *options,
-        str(out),
-        str(root),
-    ]

@@ -1,4 +1,4 @@
-"""What an image is built from: Debian packages or a directory. And what hears of the build's progress."""
+"""What an image is built from: Debian packages or a directory, and what is put on top. And who hears of progress."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from forkd.errors import InvalidInput, NotFound
+from forkd.image.requirements import check_requirements
+from forkd.image.steps import MAX_STEPS, Step
 
 DEFAULT_SUITE = "bookworm"
 MAX_PACKAGES = 500
@@ -57,7 +59,20 @@ class DirectorySource:
 
 @dataclass(frozen=True)
 class ImageSpec:
+    """A root, with Python packages installed on top and then steps done, in their order."""
+
     source: DebianSource | DirectorySource
+    pip: tuple[str, ...] = ()
+    steps: tuple[Step, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pip", check_requirements(self.pip))
+        if len(self.steps) > MAX_STEPS:
+            raise InvalidInput(f"{len(self.steps)} steps are more than the {MAX_STEPS} an image may have")
+
+    @property
+    def is_layered(self) -> bool:
+        return bool(self.pip or self.steps)
 
 
 def recipe_names() -> tuple[str, ...]:
@@ -70,15 +85,24 @@ def get_recipe(name: str) -> tuple[str, ...]:
         return _RECIPES[name]
     except KeyError:
         known = ", ".join(_RECIPES)
-        raise NotFound(f"There is no recipe {_shown(name)}", hint=f"Known recipes: {known}") from None
+        raise NotFound(
+            f"There is no recipe {_shown(name)}", hint=f"Known recipes: {known}; --name names the image"
+        ) from None
 
 
-def debian_spec(packages: Iterable[str], *, suite: str = DEFAULT_SUITE, mirror: str | None = None) -> ImageSpec:
-    return ImageSpec(DebianSource(tuple(packages), suite, mirror))
+def debian_spec(
+    packages: Iterable[str],
+    *,
+    suite: str = DEFAULT_SUITE,
+    mirror: str | None = None,
+    pip: Iterable[str] = (),
+    steps: Iterable[Step] = (),
+) -> ImageSpec:
+    return ImageSpec(DebianSource(tuple(packages), suite, mirror), tuple(pip), tuple(steps))
 
 
-def directory_spec(path: Path) -> ImageSpec:
-    return ImageSpec(DirectorySource(path))
+def directory_spec(path: Path, *, pip: Iterable[str] = (), steps: Iterable[Step] = ()) -> ImageSpec:
+    return ImageSpec(DirectorySource(path), tuple(pip), tuple(steps))
 
 
 def _check(pattern: re.Pattern[str], text: str, what: str, hint: str) -> None:

@@ -49,12 +49,14 @@ class ImageStore:
 
     def build(self, spec: ImageSpec, name: str, progress: Progress | None = None, *, fresh: bool = False) -> Image:
         """Make the image, unless it exists, and give it the name. `fresh` makes every piece again."""
-        checked = _parse_new_name(name)
+        checked, told, asked_at = _parse_new_name(name), progress or Silent(), time.time()
         self._prepare()
         with enough_disk(self._images):
             with locked(self._building, shared=True):
-                pieces = build_pieces(spec, self._pieces, progress or Silent(), fresh=fresh)
-                manifest = compose_manifest(pieces, describe_source(spec), time.time())
+                made = build_pieces(spec, self._pieces, told, fresh=fresh)
+                if all(piece.created < asked_at for piece, _ in made.roles.values()):
+                    told.stage("Nothing to do: it is already built (--fresh builds it again)")
+                manifest = compose_manifest(made.roles, describe_source(spec), time.time(), made.inputs)
                 with locked(self._changing):
                     self._publish(manifest, checked)
         self._collect()
