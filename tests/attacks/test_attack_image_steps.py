@@ -5,7 +5,6 @@ import re
 import socket
 import stat
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -180,8 +179,6 @@ def test_a_source_too_deep_for_paths_is_refused(tmp_path: Path) -> None:
 
 def test_an_image_without_a_shell_says_so(root: Path, tmp_path: Path) -> None:
     (root / "bin/sh").unlink()
-    started = time.monotonic()
     with pytest.raises(BuildFailed) as caught:
         run(root, tmp_path, "true")
     assert "/bin/sh of the image cannot be run" in (caught.value.details or "")
-    assert time.monotonic() - started < 60

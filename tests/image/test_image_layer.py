@@ -185,6 +185,11 @@ def test_packages_and_steps_are_there_in_a_real_vm(
     shutil.rmtree(tmp_path / "index")
     assert ImageStore(home).build(spec, "layered", again) == image
     assert again.stages[-1] == ALREADY
+    shutil.copytree(tmp_path / "app", tmp_path / "elsewhere/app")
+    moved = Copy(tmp_path / "elsewhere/app", "/srv/app")
+    assert ImageStore(home).build(replace(spec, steps=(moved, steps[1])), "layered").root == image.root
+    (tmp_path / "elsewhere/app/start").write_text("#!/bin/bash\n")
+    assert ImageStore(home).build(replace(spec, steps=(moved, steps[1])), "changed").root != image.root
     assert ImageStore(home).build(replace(spec, steps=()), "packages").root != image.root
 
     snapshots = SnapshotStore(tmp_path / "snapshots")

@@ -123,7 +123,7 @@ def _layered_root(spec: ImageSpec, pieces: Path, progress: Progress, *, fresh: b
         tree=tree.files[TREE_FILE].sha256,
         pip=spec.pip,
         wheels=[wheel.locked for wheel in wheels],
-        steps=[step.describe() for step in spec.steps],
+        steps=[step.asked() for step in spec.steps],
         copied=digests,
     )
     wheels_dir = fetched.dir if fetched is not None else pieces

@@ -117,10 +117,9 @@ class _Root:
         self._progress.stage(f"Installing {' '.join(f'{wheel.name}=={wheel.version}' for wheel in wheels)}")
         with self._run_directory() as run:
             # The image needs no pip of its own for this, and keeps none.
-            shutil.copytree(find_pip().package, run / "pip", ignore=shutil.ignore_patterns("__pycache__"))
-            (run / "wheels").mkdir()
-            for wheel in wheels:
-                shutil.copyfile(wheels_dir / wheel.file, run / "wheels" / wheel.file)
+            self._stage(find_pip().package, run / "pip", "Copying pip")
+            # Copies, so that what runs in the image cannot write to ours.
+            self._stage(wheels_dir, run / "wheels", "Copying the wheels")
             (run / "locked.txt").write_text("".join(f"{wheel.locked}\n" for wheel in wheels))
             argv = [
                 *(self._python, "-I", "/run/pip", "install", "--no-index", "--find-links=/run/wheels"),
@@ -136,15 +135,8 @@ class _Root:
 
     def copy(self, step: Copy, digest: str) -> None:
         with self._run_directory() as run:
-            staged = run / "source"
-            run_tool(
-                ["cp", "-R", "-P", "--preserve=mode,timestamps", "--", step.source.resolve(), staged],
-                doing=step.render(),
-                failure=BuildFailed,
-                deadline_s=_STEP_DEADLINE_S,
-                disk=self._work,
-            )
-            if scan_copied(staged) != digest:
+            self._stage(step.source.resolve(), run / "source", step.render())
+            if scan_copied(run / "source") != digest:
                 raise changed_meanwhile(step.source)
             shutil.copyfile(copy_in.__file__, run / "copy_in.py")
             argv = [self._python, "-I", "/run/copy_in.py", "/run/source", step.destination, step.source.name]
@@ -160,6 +152,16 @@ class _Root:
     def pack(self) -> None:
         self._progress.stage("Packing the image")
         self._namespaced(["sh", str(self._work / "pack.sh")], "Packing the image")
+
+    def _stage(self, source: Path, target: Path, doing: str) -> None:
+        """Copy what a step will find, without following links."""
+        run_tool(
+            ["cp", "-R", "-P", "--preserve=mode,timestamps", "--", source, target],
+            doing=doing,
+            failure=BuildFailed,
+            deadline_s=_STEP_DEADLINE_S,
+            disk=self._work,
+        )
 
     def _enter(self, argv: list[str], run: Path, doing: str, extra: dict[str, str] | None = None) -> None:
         env = {**_ENVIRONMENT, **(extra or {})}

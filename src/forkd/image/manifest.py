@@ -37,7 +37,7 @@ class Image:
     source: Mapping[str, Any]
     packages: Mapping[str, str] = field(repr=False)
     # By name: its version and the SHA-256 of its wheel.
-    pip: Mapping[str, Mapping[str, str]] = field(repr=False)
+    pip: Mapping[str, Mapping[str, str]] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)

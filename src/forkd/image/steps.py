@@ -37,6 +37,9 @@ class Run:
     def describe(self) -> dict[str, Any]:
         return {"run": self.command}
 
+    def asked(self) -> dict[str, Any]:
+        return self.describe()
+
 
 @dataclass(frozen=True)
 class Copy:
@@ -56,6 +59,10 @@ class Copy:
 
     def describe(self) -> dict[str, Any]:
         return {"copy": str(self.source), "to": self.destination}
+
+    def asked(self) -> dict[str, Any]:
+        """What makes the result, besides the content: the same files may be somewhere else next time."""
+        return {"copy": self.source.name, "to": self.destination}
 
 
 Step = Run | Copy
