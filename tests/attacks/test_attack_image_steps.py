@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support_depth import make_deep
 from support_processes import find_processes, wait_until
 from support_roots import layer_on, make_busybox_root
-from support_trees import make_deep
 
 from forkd.errors import BuildFailed, Conflict, InvalidInput
 from forkd.host.tools import check_namespaces

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_cases import DEADLINE_S, Cli, Running, handlers_kept
+from cli_cases import Cli, Running, handlers_kept
 from support_processes import wait_until
 from support_recording import Drop, Reply, Seen, answering
 
@@ -46,31 +46,6 @@ def test_a_signal_during_a_fork_leaves_nothing(warm: Cli, number: int, code: int
     assert len(warm.ids()) == (8 if process.returncode == 0 else 0)
 
 
-@pytest.mark.parametrize("words", [["fork", "warm"], ["run", "warm", "--", "true"]], ids=["fork", "run"])
-def test_an_interrupted_fork_is_ended_and_not_asked_for_again(cli: Cli, words: list[str]) -> None:
-    asked, released = threading.Event(), threading.Event()
-
-    def answer(seen: Seen) -> Reply:
-        if seen.method != "POST":
-            return Reply(204)
-        asked.set()
-        assert released.wait(DEADLINE_S)
-        return Reply(201, [{"id": "sb-0123456789"}])
-
-    with answering(answer) as server:
-        process = cli.start(*words, FORKD_URL=server.url)
-        assert asked.wait(DEADLINE_S)
-        process.send_signal(signal.SIGINT)
-        process.until("waiting for the daemon")
-        released.set()
-        process.finish()
-        assert process.returncode == 130
-        assert [(seen.method, seen.target) for seen in server.seen] == [
-            ("POST", "/v1/sandboxes"),
-            ("DELETE", "/v1/sandboxes/sb-0123456789"),
-        ]
-
-
 @pytest.mark.parametrize("delay_s", [0.0, 0.2, 0.4])
 def test_a_signal_before_anything_was_asked_for_leaves_nothing(warm: Cli, delay_s: float) -> None:
     process = warm.start("fork", "warm")
@@ -80,7 +55,8 @@ def test_a_signal_before_anything_was_asked_for_leaves_nothing(warm: Cli, delay_
     assert len(warm.ids()) == (1 if process.returncode == 0 else 0)
 
 
-def test_undoing_a_fork_spawns_nothing(warm: Cli) -> None:
+@pytest.mark.parametrize("words", [["fork", "warm"], ["run", "warm", "--", "true"]], ids=["fork", "run"])
+def test_undoing_a_fork_spawns_nothing(warm: Cli, words: list[str]) -> None:
     undone = threading.Event()
 
     def answer(seen: Seen) -> Reply | Drop:
@@ -91,7 +67,7 @@ def test_undoing_a_fork_spawns_nothing(warm: Cli) -> None:
         return Reply(200, {"removed": []})
 
     with answering(answer) as server:
-        process = warm.start("fork", "warm", "--url", server.url)
+        process = warm.start(*words, FORKD_URL=server.url)
         wait_until(lambda: bool(server.seen))
         process.finish(signal.SIGINT)
     assert process.returncode == 130

@@ -43,7 +43,7 @@ def test_a_run_that_is_killed_outright_leaves_a_sandbox_that_ends_by_itself(warm
     assert process.line() == "started\n"
     process.finish(signal.SIGKILL)
     [info] = warm.json("ls")
-    assert 3600 < info["deadline_unix"] - info["created_at_unix"] <= 3661
+    assert 3600 < info["deadline_unix"] - info["created_at_unix"] < 3700
 
 
 def test_what_is_kept_can_be_found(warm: Cli) -> None:

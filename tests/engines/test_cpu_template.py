@@ -20,7 +20,7 @@ async def test_an_engine_without_cpu_templates_refuses_one_before_anything_is_ma
 ) -> None:
     engine = make()
     spec = replace(NO_IMAGE, machine=MachineSpec(256, 1, "T2"))
-    with pytest.raises(Unsupported, match=f"^The engine {engine.name} has no CPU template T2$") as caught:
+    with pytest.raises(Unsupported, match=f"(?m)^The engine {engine.name} has no CPU template T2$") as caught:
         await engine.boot(spec, tmp_path / "vm", tmp_path)
     assert caught.value.hint is not None and "firecracker" in caught.value.hint
     assert list(tmp_path.iterdir()) == []

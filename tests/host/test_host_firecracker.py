@@ -138,14 +138,14 @@ def test_a_setting_that_names_no_program_is_not_passed_over(
     elif what == "not executable":
         path.write_text("#!/bin/sh\n")
     monkeypatch.setenv(setting, str(path))
-    assert refused(f"^{setting} is {path}, which is not a program$").hint
+    assert refused(f"(?m)^{setting} is {path}, which is not a program$").hint
     finding = probe()[0 if setting == "FORKD_FIRECRACKER" else 1]
     assert finding.status is Status.FAIL and setting in finding.found and finding.remedy
 
 
 @pytest.mark.usefixtures("bin_directory", "root")
 def test_where_there_is_none_an_engine_is_refused_and_doctor_only_mentions_it() -> None:
-    hint = refused(r"^firecracker is not installed$").hint or ""
+    hint = refused(r"(?m)^firecracker is not installed$").hint or ""
     assert "FORKD_FIRECRACKER" in hint and "releases" in hint
     found, jailer = probe()
     assert (found.status, jailer.status) == (Status.INFO, Status.INFO)

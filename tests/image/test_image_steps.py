@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support_trees import make_deep
+from support_depth import make_deep
 
 from forkd.errors import InvalidInput, NotFound
 from forkd.image import Copy, Run, copy_in, directory_spec

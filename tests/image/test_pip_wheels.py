@@ -66,7 +66,7 @@ def test_requirements_are_asked_about_the_images_python(index: Path, tmp_path: P
 
 
 def test_a_package_that_is_not_there_is_one_line_with_a_hint(index: Path, tmp_path: Path) -> None:
-    with pytest.raises(BuildFailed, match=r"no wheel of absent==1\.0 for Python 3\.11$") as caught:
+    with pytest.raises(BuildFailed, match=r"(?m)no wheel of absent==1\.0 for Python 3\.11$") as caught:
         fetch(tmp_path, "absent==1.0")
     assert caught.value.hint is not None and caught.value.details is None
 
@@ -74,7 +74,7 @@ def test_a_package_that_is_not_there_is_one_line_with_a_hint(index: Path, tmp_pa
 def test_a_version_that_is_not_there_names_those_that_are(index: Path, tmp_path: Path) -> None:
     for version in range(1, 9):
         make_wheel(index, "there", f"{version}.0", {"there.py": b""})
-    with pytest.raises(BuildFailed, match=r"newest it has: 4\.0, 5\.0, 6\.0, 7\.0, 8\.0$") as caught:
+    with pytest.raises(BuildFailed, match=r"(?m)newest it has: 4\.0, 5\.0, 6\.0, 7\.0, 8\.0$") as caught:
         fetch(tmp_path, "there==9")
     assert caught.value.details is None
 

@@ -80,7 +80,7 @@ def test_a_count_out_of_bounds_is_refused_with_what_is_allowed(n: int) -> None:
 )
 def test_a_limit_that_can_never_be_is_refused_with_what_can(asked: dict[str, float]) -> None:
     (value,) = asked.values()
-    with pytest.raises(InvalidInput, match=rf"The .*limit.* must be between .* and .*, got {value}$") as refused:
+    with pytest.raises(InvalidInput, match=rf"(?m)The .*limit.* must be between .* and .*, got {value}$") as refused:
         Limits(**asked)  # type: ignore[arg-type]
     assert "for none" in (refused.value.hint or "")
 

@@ -182,10 +182,10 @@ async def test_whoever_asks_for_one_that_has_ended_learns_why_and_when(runtime: 
     await until_gone(runtime, timed)
     await runtime.sandboxes.kill(removed)
     for text, said in (
-        (timed, rf"^Sandbox {timed} ended at its timeout \d+ s ago$"),
-        ("web", rf"^Sandbox web \({timed}\) ended at its timeout \d+ s ago$"),
-        (removed, rf"^Sandbox {removed} was removed \d+ s ago$"),
-        ("nobody", "^There is no sandbox nobody$"),
+        (timed, rf"(?m)^Sandbox {timed} ended at its timeout \d+ s ago$"),
+        ("web", rf"(?m)^Sandbox web \({timed}\) ended at its timeout \d+ s ago$"),
+        (removed, rf"(?m)^Sandbox {removed} was removed \d+ s ago$"),
+        ("nobody", "(?m)^There is no sandbox nobody$"),
     ):
         with pytest.raises(NotFound, match=said):
             runtime.sandboxes.get(text)

@@ -127,7 +127,9 @@ def translate_hint(hint: str | None, words: Sequence[str]) -> str | None:
     """The API's description is of no use at a command line; a command's help is."""
     if hint is None:
         return None
-    if "openapi.json" in hint:
+    from forkd.client.failures import FOR_CALLERS
+
+    if "openapi.json" in hint or hint == FOR_CALLERS:
         from forkd.cli.parser import find_prog
 
         return f"See: {find_prog(words)} --help"

@@ -46,7 +46,7 @@ _BY_STATUS: Mapping[int, type[errors.ForkdError]] = {
 _TLS_HINT = "Name the file of the authority that signed the daemon's certificate in SSL_CERT_FILE"
 # What the daemon says of a token or of a document is for those who write HTTP themselves.
 _HINTS = {"unauthorized": "Set FORKD_TOKEN to a token made with: forkd token create"}
-_FOR_HTTP, _FOR_CALLERS = "/openapi.json", "Correct the value that is named"
+_FOR_HTTP, FOR_CALLERS = "/openapi.json", "Correct the value that is named"
 
 
 def error_of(outcome: Outcome, *, name: str, url: str) -> errors.ForkdError:
@@ -73,7 +73,7 @@ def error_of_body(body: Mapping[str, object], *, status: int | None, url: str) -
     """From `{"error", "code", "hint", "details"}`, each of which may be missing or of a wrong type."""
     code, hint, details = (_text(body.get(key)) for key in ("code", "hint", "details"))
     kind = BY_CODE.get(code, errors.ForkdError) if code else _BY_STATUS.get(status or 0, errors.ForkdError)
-    hint = _FOR_CALLERS if hint and _FOR_HTTP in hint else _HINTS.get(code or "", hint)
+    hint = FOR_CALLERS if hint and _FOR_HTTP in hint else _HINTS.get(code or "", hint)
     error = kind(_text(body.get("error")) or "No reason given", hint=hint, details=details)
     if code:
         error.code = code

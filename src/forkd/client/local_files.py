@@ -61,7 +61,8 @@ def packing(source: Path, target: str, on_bytes: OnBytes | None) -> Iterator[Ite
     try:
         yield pieces
     except ForkdError as error:
-        error.hint = error.hint or f"What was copied before that stays in {target} of the sandbox"
+        stays = f"What was copied before that stays in {target} of the sandbox"
+        error.hint = f"{error.hint}. {stays}" if error.hint else stays
         raise
     finally:
         with suppress(ValueError):  # a thread is at it, and will let go of it

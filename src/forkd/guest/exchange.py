@@ -227,10 +227,10 @@ def parse_failure(payload: bytes, about: str | None = None) -> ForkdError:
     code, message = answer.get("code"), answer.get("message")
     if not isinstance(code, str) or not isinstance(message, str):
         raise ProtocolError("The guest refused without saying why")
-    text = _MESSAGES.get(code, message[:_MESSAGE_LIMIT])
+    text = message[:_MESSAGE_LIMIT]
     errno_name = answer.get("errno")
     if about is not None:
-        text = f"{text}: {_shown(about)}"
+        text = f"{_MESSAGES.get(code, text)}: {_shown(about)}"
     elif isinstance(errno_name, str):
         text = f"{text} ({errno_name[:20]})"
     made = _ERRORS.get(code, AgentError)(text, hint=_HINTS.get(code))

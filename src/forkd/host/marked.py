@@ -14,6 +14,7 @@ import os
 import select
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,7 +130,7 @@ def is_stopped(pid: int) -> bool:
 
 
 class _Turning(Exception):
-    """The process is becoming another program: meanwhile the kernel shows no environment."""
+    """The process is becoming another program, or what we want it to be: it is looked at again."""
 
 
 def _scan(under: Path) -> dict[Path, list[Marked]]:
@@ -144,7 +145,7 @@ def _scan(under: Path) -> dict[Path, list[Marked]]:
             try:
                 directory, process = _look(pid, place)
             except _Turning:
-                if _is_ours(pid):
+                if _has_our_user(_read_status(pid)):
                     unsure.append(pid)
                 continue
             if process is not None and pid != os.getpid():
@@ -174,14 +175,34 @@ def is_at(mark: str, place: str) -> bool:
 
 
 def _is_ours(pid: int) -> bool:
+    """Raises _Turning for one that has just been started, and may give up the right to more privileges next."""
+    status = _read_status(pid)
+    if not _has_our_user(status):
+        return False
+    if status["NoNewPrivs"].strip() != "1" and _is_new(pid):
+        raise _Turning
+    return status["NoNewPrivs"].strip() == "1"
+
+
+def _has_our_user(status: Mapping[str, str]) -> bool:
     """The owner of /proc/<pid> does not tell: it is root for each process that must not be looked into."""
+    # Real, effective, saved, of the file system.
+    return {int(uid) for uid in status.get("Uid", "").split()} == {os.geteuid()}
+
+
+def _is_new(pid: int) -> bool:
+    started = start_time_ticks(pid)
+    now = time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK")
+    return started is not None and now - started < _EXEC_DEADLINE_S * os.sysconf("SC_CLK_TCK")
+
+
+def _read_status(pid: int) -> dict[str, str]:
+    """Empty when it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except _OUT_OF_SIGHT:
-        return False
-    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-    uids = {int(uid) for uid in fields["Uid"].split()}  # real, effective, saved, of the file system
-    return uids == {os.geteuid()} and fields["NoNewPrivs"].strip() == "1"
+        return {}
+    return dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
 
 
 def _read_mark(pid: int) -> str:
