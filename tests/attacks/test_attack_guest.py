@@ -1,6 +1,7 @@
 """Guests that want the daemon's memory and time: what they send is bounded, and a sibling goes on."""
 
 import json
+import resource
 import socket
 import sys
 import time
@@ -21,6 +22,7 @@ HOSTILE = Path(__file__).parent / "hostile_agent.py"
 SOURCE = str(Path(forkd.__file__).parent.parent)
 # Generous: what nobody bounded took a gibibyte in half a minute.
 ROOM_MIB = 100
+WHOLE_MIB = 250  # the daemon with all attacks under way
 WAIT_S = 120.0
 
 
@@ -58,16 +60,15 @@ def spawn(client: Client) -> Iterator[Callable[[], str]]:
 @contextmanager
 def bounded_memory(daemon: Served) -> Iterator[None]:
     """Inside, the daemon may take ROOM_MIB more than it had at the beginning, and no more at any moment."""
-    process = Path(f"/proc/{daemon.process.pid}")
-
-    def read_mib(key: str) -> float:
-        status = (process / "status").read_text().splitlines()
-        return next(int(line.split()[1]) / 1024 for line in status if line.startswith(key))
-
-    (process / "clear_refs").write_text("5")  # VmHWM, the most it ever had, starts anew
-    before = read_mib("VmRSS")
+    Path(f"/proc/{daemon.process.pid}/clear_refs").write_text("5")  # VmHWM, the most it ever had, starts anew
+    before = read_mib(daemon, "VmRSS")
     yield
-    assert read_mib("VmHWM") < before + ROOM_MIB
+    assert read_mib(daemon, "VmHWM") < before + ROOM_MIB
+
+
+def read_mib(daemon: Served, key: str) -> float:
+    status = Path(f"/proc/{daemon.process.pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in status if line.startswith(key))
 
 
 def take_over(client: Client, path: str, attack: str, ready: Path) -> None:
@@ -160,3 +161,31 @@ def test_output_that_is_much_larger_as_json_is_rendered_as_it_is_read(
         assert answer.status == 200
         assert set(answer.body["stdout"]) == {"\0"}
         assert answer.body["truncated"] is (len(answer.body["stdout"] + answer.body["stderr"]) < 2 * size)
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """This process may open more than the usual 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_files")
+def test_all_of_it_at_once_leaves_the_daemon_small_and_a_sibling_served(
+    daemon: Served, client: Client, spawn: Callable[[], str], tmp_path: Path
+) -> None:
+    talkers, hostile, sibling = [spawn() for _ in range(5)], spawn(), spawn()
+    take_over(client, hostile, ALLOWED, tmp_path / "ready")
+    with ExitStack() as held:
+        for _ in range(1000):
+            held.enter_context(Client(daemon.places[1]).raw(WAIT_S))
+        for path in talkers:
+            for _ in range(20):
+                held.enter_context(open_stream(client, path, "yes"))
+        for _ in range(10):
+            held.enter_context(open_stream(client, hostile))
+        for _ in range(30):
+            assert_serves(client, sibling)
+        assert read_mib(daemon, "VmHWM") < WHOLE_MIB
