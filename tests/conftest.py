@@ -26,8 +26,9 @@ WARM = parse_tag("warm")
 
 
 def pytest_configure() -> None:
-    # A script's background jobs, and all they start, ignore interrupts; many tests send some.
+    # A script's background jobs, and all they start, ignore these two; many tests send interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
