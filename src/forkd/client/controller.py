@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class Controller:
-    """`base_url`: else FORKD_URL, else the daemon's unix socket, else http://127.0.0.1:8889. `token`: else FORKD_TOKEN.
+    """`base_url`: else FORKD_URL, else the daemon's unix socket. `token`: else FORKD_TOKEN.
 
     `timeout` is how long an answer may take, in seconds; a command's own timeout comes on top. Plain dicts go in and
     come out. The asynchronous one is for one event loop, and is closed before that ends.
@@ -194,15 +194,10 @@ class Controller:
     ) -> list[api.SandboxInfo]:
         """Fork `n`, all or none. After a lost connection the call is made again; its key keeps that harmless."""
         body = drop_unset(
-            snapshot_tag=snapshot_tag,
-            n=n,
-            per_child_netns=per_child_netns,
-            memory_limit_mib=memory_limit_mib,
-            prewarm=prewarm or None,
-            live_fork=live_fork or None,
-            hugepages=hugepages or None,
-            **render_options(SpawnOptions, options),
+            snapshot_tag=snapshot_tag, n=n, per_child_netns=per_child_netns, memory_limit_mib=memory_limit_mib
         )
+        body |= drop_unset(prewarm=prewarm or None, live_fork=live_fork or None, hugepages=hugepages or None)
+        body |= render_options(SpawnOptions, options)
         key = f"sdk-{os.urandom(16).hex()}" if idempotency_key is None else check_key(idempotency_key)
         takes_s = _SPAWN_S + _SPAWN_EACH_S * n
         call = post(list[api.SandboxInfo], "sandboxes", body=body, key=key, again=Again.SAFE, takes_s=takes_s)
@@ -435,13 +430,8 @@ class Controller:
         memory_limit_mib: int | None = None,
         **limits: Unpack[Limits],
     ) -> api.WorkspaceInfo:
-        body = drop_unset(
-            name=name,
-            snapshot_tag=snapshot_tag,
-            per_child_netns=per_child_netns,
-            memory_limit_mib=memory_limit_mib,
-            **render_options(Limits, limits),
-        )
+        body = drop_unset(name=name, snapshot_tag=snapshot_tag, per_child_netns=per_child_netns)
+        body |= drop_unset(memory_limit_mib=memory_limit_mib, **render_options(Limits, limits))
         return self._send(post(api.WorkspaceInfo, "workspaces", body=body, takes_s=_SPAWN_S))
 
     def suspend_workspace(self, name: str) -> api.WorkspaceInfo:

@@ -7,7 +7,6 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from forkd import __version__
@@ -60,7 +59,8 @@ def find_endpoint(
     token = _checked_token(token if token is not None else environ.get("FORKD_TOKEN"))
     if url := base_url or environ.get("FORKD_URL"):
         return parse_endpoint(url, token)
-    if has_unix_sockets() and (path := find_socket(environ)) is not None and _is_socket(path):
+    # Also when nobody listens there yet: on a port, anybody of this machine could wait for our token.
+    if has_unix_sockets() and (path := find_socket(environ)) is not None:
         return Endpoint(_SOCKET_URL, str(path), token, startable=True)
     return Endpoint(DEFAULT_URL, None, token, startable=True)
 
@@ -91,13 +91,6 @@ def parse_endpoint(url: str, token: str | None = None) -> Endpoint:
 
 def has_unix_sockets() -> bool:
     return hasattr(socket, "AF_UNIX")
-
-
-def _is_socket(path: Path) -> bool:
-    try:
-        return path.is_socket()
-    except OSError:  # a directory of another user
-        return False
 
 
 def _checked_token(token: str | None) -> str | None:
