@@ -1,13 +1,14 @@
 """Blocking work beside the event loop, and callers that stop waiting for it."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from forkd.host.threads import offloaded
+from forkd.host.threads import in_thread, offloaded
 
 
 class Door:
@@ -59,3 +60,26 @@ async def test_what_was_entered_for_a_cancelled_caller_is_left_again(error: Exce
     with pytest.raises(asyncio.CancelledError):
         await passing
     assert door.seen == seen
+
+
+async def test_what_fails_for_a_cancelled_caller_is_not_reported_as_forgotten() -> None:
+    reports: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reports.append(context))
+    begun, may_fail = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        begun.set()
+        assert may_fail.wait(5)
+        raise OSError("gone")
+
+    working = asyncio.create_task(in_thread(fail))
+    await asyncio.to_thread(begun.wait, 5)
+    working.cancel()
+    await asyncio.sleep(0)
+    may_fail.set()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    del working
+    gc.collect()
+    await asyncio.sleep(0)
+    assert reports == []

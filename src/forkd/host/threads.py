@@ -13,11 +13,17 @@ T = TypeVar("T")
 
 async def in_thread(work: Callable[[], T]) -> T:
     """Like asyncio.to_thread, but a cancelled caller waits: the work must not go on behind its back."""
-    running = asyncio.ensure_future(asyncio.to_thread(work))
+    return await finished(asyncio.ensure_future(asyncio.to_thread(work)))
+
+
+async def finished(running: asyncio.Future[T]) -> T:
+    """Its result; a cancelled caller waits for its end."""
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # looked at: there is nobody left to tell
         raise
 
 

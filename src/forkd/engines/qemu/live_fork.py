@@ -36,6 +36,7 @@ from forkd.host.procfork.descriptors import Action, Choice, Descriptor, Ours
 from forkd.host.procfork.program import Call
 from forkd.host.procfork.ptrace import take_descriptor
 from forkd.host.procfork.registers import POLLS
+from forkd.host.threads import finished
 from forkd.model.machine import NO_LIMITS, Limits
 
 T = TypeVar("T")
@@ -215,12 +216,7 @@ class ForkThread:
         self._thread.shutdown()
 
     async def _run(self, work: Callable[[], T]) -> T:
-        running = asyncio.wrap_future(self._thread.submit(work))
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait([running])
-            raise
+        return await finished(asyncio.wrap_future(self._thread.submit(work)))
 
     def _release(self) -> None:
         if self._holder is not None:
