@@ -33,7 +33,7 @@ from forkd.wire.agent import (
     encode_message,
 )
 
-_READ_BYTES = 256 * 1024
+_READ_BYTES = 32 * 1024  # in one turn of the loop: others wait while it is handled
 # What a guest may still have under way for a client before us: its queue, and one message per stream cut short.
 _STALE_BYTES = 4 * 1024 * 1024
 # Frames that belong to no exchange, beyond what cancelled ones may still have under way.
