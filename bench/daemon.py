@@ -18,6 +18,7 @@ from bench.figures import Bound, Family, Figure, Round, Row, Run, Settings, Valu
 from bench.ground import Ground, templated
 from bench.load import CLIENT_STOPS, CycleSpec, LoadSpec, each_engine, measure_cycles, measure_load
 from bench.served import IMAGE, TAG, Rest, Served, StampReader, make_snapshot, served
+from bench.siege import SiegeSpec, measure_siege
 from forkd.client.controller import Controller
 from forkd.errors import ContractBroken, ForkdError
 from forkd.host.files import scratch_directory
@@ -32,7 +33,7 @@ from forkd.runtime.freeze import frozen_of
 from forkd.runtime.templates import Template
 from forkd.store.snapshots import SnapshotStore
 
-PARTS = ("daemon", "load", "cycles")
+PARTS = ("daemon", "load", "cycles", "siege")
 FAKE = "fake"
 # How a client asks.
 WAYS = {
@@ -150,6 +151,7 @@ class Service:
     costs: Mapping[str, CostSpec]
     load: LoadSpec
     cycles: Mapping[str, CycleSpec]
+    siege: SiegeSpec
     rounds: int
     warm: Mapping[str, str]
 
@@ -166,7 +168,8 @@ def default_service(
         cycles[engine] = CycleSpec(cycles=100)
         # Not with the fake engine, which evaluates its past again in every child: numpy would be most of its fork.
         warm[engine] = demo.WARMUP.code or ""
-    return Service(home, directory, progress, tuple(costs), costs, LoadSpec(), cycles, rounds, warm)
+    siege = SiegeSpec(rounds=min(rounds, SiegeSpec.rounds))
+    return Service(home, directory, progress, tuple(costs), costs, LoadSpec(), cycles, siege, rounds, warm)
 
 
 def begin_part(service: Service, part: str, host: Mapping[str, Any]) -> Run:
@@ -176,6 +179,8 @@ def begin_part(service: Service, part: str, host: Mapping[str, Any]) -> Run:
         settings["each_round"] = {engine: asdict(service.costs[engine]) for engine in service.engines}
     elif part == "load":
         settings |= {"engines": [FAKE], **asdict(service.load)}
+    elif part == "siege":
+        settings |= {"engines": [FAKE], **asdict(service.siege)}
     else:
         settings["each"] = {engine: asdict(service.cycles[engine]) for engine in service.engines}
     return begin_run(host, settings)
@@ -237,7 +242,14 @@ async def _cycle_rounds(service: Service, daemon: Served) -> Rounds:
     yield 1, (await measure_cycles(daemon, spec)).read(daemon.engine)
 
 
-_MEASURES = {"daemon": _cost_rounds, "load": _load_rounds, "cycles": _cycle_rounds}
+async def _siege_rounds(service: Service, daemon: Served) -> Rounds:
+    spec = service.siege
+    for number in range(1, spec.rounds + 1):
+        service.progress.stage(f"siege: round {number} of {spec.rounds}")
+        yield number, await measure_siege(daemon, spec)
+
+
+_MEASURES = {"daemon": _cost_rounds, "load": _load_rounds, "cycles": _cycle_rounds, "siege": _siege_rounds}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from bench.live import LIVE
 from bench.load import CYCLES as DAEMON_CYCLES
 from bench.load import LOAD
 from bench.many import CROWD, CYCLES, LIVES
+from bench.siege import SIEGE
 from forkd.errors import InvalidInput
 from forkd.host.files import write_atomic
 
@@ -289,6 +290,7 @@ SECTIONS = {
     "daemon": _titled("The daemon on top of the engine and the agent", SPAWNS, CALLS, tables=(render_costs,)),
     "load": _titled("Many clients at once", LOAD),
     "cycles": _titled("Sandboxes that come and go", DAEMON_CYCLES),
+    "siege": _titled("A daemon under attack", SIEGE),
     "lab": Section(lab_title, (render_engines, render_steps, render_targets)),
     "containers": Section(lambda _: "Containers with the same image and code", (render_containers, render_notes)),
 }

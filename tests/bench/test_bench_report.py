@@ -29,6 +29,7 @@ from bench.report import (
     render_value,
     write_results,
 )
+from bench.siege import SIEGE
 from forkd.errors import InvalidInput
 
 HOST = {"cpu": "Example 1", "cores": 2, "ram_mib": 8192, "qemu": "7.2.22 (Debian 1)", "accelerator": "tcg"}
@@ -39,7 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "crowd": {"n": 1000},
     "endurance": {"cycles": 20, "live": 3},
     "lab": {"engines": list(ENGINES), "n": [1, 30], "memory_mib": 512},
-    **{part: {"engines": ["fake"]} for part in ("daemon", "load", "cycles")},
+    **{part: {"engines": ["fake"]} for part in ("daemon", "load", "cycles", "siege")},
 }
 NOTHING = Inventory(frozenset({7}), {"socket": 2}, 1, 3, {"sandboxes": 0, "events": 5}, frozenset({"home/registry.db"}))
 
@@ -138,6 +139,7 @@ GOOD = {
     "daemon": costs_round(),
     "load": Round(LOAD.read({"errors": 0, "left": 0, "growth": 0.1})),
     "cycles": daemon_cycles(),
+    "siege": Round(SIEGE.read({"errors": 0, "slower": 2.5, "most": 120.0})),
     "lab": both(one_engine(), one_engine(1.5)),
 }
 
@@ -236,6 +238,7 @@ def test_a_summary_has_the_median_and_every_round_that_has_the_figure() -> None:
         ("daemon", ["<= 5", "<= 40", *["<= 2"] * 4]),
         ("load", ["= 0", "<= 2", "= 0"]),
         ("cycles", ["= 0", "= 0"]),
+        ("siege", ["= 0", "<= 3", "< 250"]),
         ("lab", [">= 20", "< 1", "= 30", "= 30", "< 10", "< 10"]),
     ],
 )

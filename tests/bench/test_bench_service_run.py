@@ -11,6 +11,7 @@ from bench.daemon import PARTS, WAYS, CostSpec, Service, begin_part, run_part
 from bench.figures import Run, by_name
 from bench.load import CycleSpec, LoadSpec
 from bench.report import render_run
+from bench.siege import SiegeSpec
 from forkd.host.marked import find_marked
 from forkd.host.paths import Home
 from forkd.image import Image
@@ -40,6 +41,7 @@ def measured(images: Path, root: Path, part: str, warm: str = "import sys") -> R
             costs={"fake": CostSpec(spawns={1: 1, 3: 1}, execs=3, evals=3)},
             load=LoadSpec(clients=5, sandboxes=2, seconds=0.5),
             cycles={"fake": CycleSpec(cycles=5, at_once=2)},
+            siege=SiegeSpec(idle=20, unread=5, commands=40, rounds=1),
             rounds=2,
             warm={"fake": warm},
         )
@@ -73,6 +75,16 @@ def test_a_load_and_cycles_are_measured(python_image: Image, built_home: Home, t
     assert readings["load.errors"] == readings["load.left"] == 0
     assert readings["cycles.fake.done"] == 5
     assert readings["cycles.fake.left"] == 0
+
+
+def test_a_siege_is_measured(python_image: Image, built_home: Home, tmp_path: Path) -> None:
+    (done,) = measured(built_home.images, tmp_path / "home", "siege").rounds
+    readings = by_name(done.readings)
+    assert done.failures == () and readings["siege.errors"] == 0
+    assert 0 < readings["siege.quiet.p50"] <= readings["siege.quiet.p99"]
+    assert readings["siege.meanwhile.p99"] > 0 and readings["siege.begins.p99"] > 0
+    assert readings["siege.slower"] == pytest.approx(readings["siege.meanwhile.p99"] / readings["siege.quiet.p99"])
+    assert readings["siege.most"] > 10
 
 
 @pytest.mark.parametrize("part", PARTS)
