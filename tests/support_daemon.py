@@ -63,6 +63,11 @@ class Served:
             file.seek(self._begun_at)
             return file.read().decode("utf-8", "replace")
 
+    def memory_mib(self, key: str) -> float:
+        """By the kernel's count: VmRSS is what it has now, VmHWM the most it had."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.partition(f"{key}:")[2].split()[0]) / 1024
+
     def wait_ready(self) -> None:
         deadline = time.monotonic() + START_S
         while "Ready: engine" not in self.read_log():

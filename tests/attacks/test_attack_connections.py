@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from support_client import Client
 from support_daemon import Served, make_certificate, served
-from support_images import made_home
 from support_processes import wait_until
 
 from forkd.daemon.tokens import TokenStore
@@ -17,15 +16,8 @@ from forkd.host.paths import Home
 
 FILES = 240  # that the daemon may open, so that few connections are many
 CAP = FILES // 4
-_MIB = 1024
-ROOM_KIB = 24 * _MIB
+ROOM_MIB = 24
 CHUNKED = b"POST /v1/sandboxes HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    with made_home(tmp_path / "home") as made:
-        yield made
 
 
 @pytest.fixture
@@ -47,12 +39,6 @@ def held(place: str, count: int, sent: bytes = b"") -> Iterator[list[socket.sock
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 made[-1].sendall(sent)
         yield made
-
-
-def peak_kib(daemon: Served) -> int:
-    """The most memory that it ever had."""
-    status = Path(f"/proc/{daemon.process.pid}/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0])
 
 
 def open_sockets(daemon: Served) -> int:
@@ -136,8 +122,8 @@ def endless(piece: bytes, size: int) -> bytes:
 def test_what_is_sent_before_authentication_costs_no_memory(few_files: Served, sent: bytes) -> None:
     unix, tcp = few_files.places
     assert Client(tcp).get("/version").status == 401
-    before = peak_kib(few_files)
+    before = few_files.memory_mib("VmHWM")
     with held(tcp, 20, sent):
         assert Client(unix).get("/version").status == 200
-    assert peak_kib(few_files) - before < ROOM_KIB
+    assert few_files.memory_mib("VmHWM") - before < ROOM_MIB
     check_quiet(few_files)

@@ -61,14 +61,9 @@ def spawn(client: Client) -> Iterator[Callable[[], str]]:
 def bounded_memory(daemon: Served) -> Iterator[None]:
     """Inside, the daemon may take ROOM_MIB more than it had at the beginning, and no more at any moment."""
     Path(f"/proc/{daemon.process.pid}/clear_refs").write_text("5")  # VmHWM, the most it ever had, starts anew
-    before = read_mib(daemon, "VmRSS")
+    before = daemon.memory_mib("VmRSS")
     yield
-    assert read_mib(daemon, "VmHWM") < before + ROOM_MIB
-
-
-def read_mib(daemon: Served, key: str) -> float:
-    status = Path(f"/proc/{daemon.process.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in status if line.startswith(key))
+    assert daemon.memory_mib("VmHWM") < before + ROOM_MIB
 
 
 def take_over(client: Client, path: str, attack: str, ready: Path) -> None:
@@ -188,4 +183,4 @@ def test_all_of_it_at_once_leaves_the_daemon_small_and_a_sibling_served(
             held.enter_context(open_stream(client, hostile))
         for _ in range(30):
             assert_serves(client, sibling)
-        assert read_mib(daemon, "VmHWM") < WHOLE_MIB
+        assert daemon.memory_mib("VmHWM") < WHOLE_MIB

@@ -3,24 +3,16 @@
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support_daemon import environment, served
-from support_images import made_home, make_image
+from support_images import made_home
 
 from forkd.errors import HostLacks
 from forkd.host.paths import Home
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    with made_home(tmp_path / "home") as made:
-        make_image(made)
-        yield made
 
 
 @pytest.mark.parametrize("command", [("serve", "--bind", "none"), ("token", "create", "mine"), ("up",)])

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from support_daemon import served
-from support_images import made_home, make_image
 from support_mounts import as_root
 from support_processes import has_ended, renounce_privileges, wait_until
 
@@ -23,13 +22,6 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 NOBODY = 65534
 # Below the directory of VMs; {id} is that of a real sandbox.
 MARKS = ["", "/", "/..", "/../x", "/.", "/{id}/../../x", "/{id}", "/{id}/..", "/{id}/deeper", "/nothing", "//{id}"]
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    with made_home(tmp_path / "home") as made:
-        make_image(made)
-        yield made
 
 
 @pytest.fixture

@@ -3,22 +3,13 @@
 import contextlib
 import http.client
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from support_client import Client
 from support_daemon import Served, served
-from support_images import made_home, make_image
 
 from forkd.daemon.tokens import TokenStore
 from forkd.host.paths import Home
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    with made_home(tmp_path / "home") as made:
-        make_image(made)
-        yield made
 
 
 @pytest.fixture
