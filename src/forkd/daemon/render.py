@@ -44,6 +44,10 @@ def render_sandbox(record: SandboxRecord) -> SandboxInfo:
         "has_branched": False,
         "last_branch_memory_path": None,
         "branch_count": 0,
+        "parent_id": None,
+        "lineage": record.id,
+        "depth": 0,
+        "forked_at_unix": None,
     }
     return _render_same(SandboxInfo, record, **flatten(record) | other)
 
@@ -82,6 +86,7 @@ def render_snapshot(view: SnapshotView) -> SnapshotInfo:
         "created_at_unix": view.created_at_unix,
         "status": view.status,
         "bootable": view.status == "ready",
+        "usable": view.status == "ready",
     }
     more: dict[str, object] = {"warning": view.warning, "code": view.code, "progress": view.progress}
     if view.manifest is not None:
@@ -115,6 +120,7 @@ def render_snapshot_detail(detail: SnapshotDetail) -> SnapshotInfoDetail:
         "chain_depth": 0,
         "dependents": [],
         "ancestors": [],
+        "unique_bytes": detail.memory_physical_bytes + detail.vmstate_bytes,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from starlette.responses import Response
 
@@ -20,7 +20,7 @@ from forkd.daemon.streams import EVENTS, EventStream, Pieces, render_event
 from forkd.errors import InvalidInput, NoCapacity
 from forkd.model.sandbox import LIVE, State
 from forkd.runtime.events import EventLog
-from forkd.wire.api import Event, Health, Lineage, LineageSnapshot, Readiness, VersionResponse
+from forkd.wire.api import Event, Health, Lineage, LineageSandbox, LineageSnapshot, Readiness, VersionResponse
 
 _MAX_ID_DIGITS = 19
 
@@ -81,12 +81,19 @@ async def show_lineage(call: Call) -> Lineage:
         {
             "tag": view.tag,
             "parent_tag": None,
+            "branched_from": None,
+            "checkpoint": None,
+            "auto": False,
             "status": view.status,  # type: ignore[typeddict-item]
-            "sandboxes": [render_sandbox(record) for record in records],
+            "created_at_unix": view.created_at_unix,
+            "depth": 0,
+            "unique_bytes": 0,
+            "sandboxes": [cast(LineageSandbox, render_sandbox(record)) for record in records],
         }
         for view, records in lineage.snapshots
     ]
-    return {"snapshots": snapshots, "orphans": [render_sandbox(record) for record in lineage.orphans]}
+    orphans = [cast(LineageSandbox, render_sandbox(record)) for record in lineage.orphans]
+    return {"snapshots": snapshots, "orphans": orphans}
 
 
 @route("GET", "/v1/events", streams=Raw(EVENTS, "A list, or with follow=true a stream"), plus=True)
