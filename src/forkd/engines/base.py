@@ -154,6 +154,9 @@ class Machine(Protocol):
     def pid(self) -> int: ...
 
     @property
+    def directory(self) -> Path: ...
+
+    @property
     def phases(self) -> Phases: ...
 
     @property

@@ -46,7 +46,6 @@ class QemuMachine(ProcessMachine):
         """One whose monitor is connected, or about to be: see `start` and `go_on`."""
         super().__init__(directory, process, phases, channel=channel, group=group, paused=paused)
         self.monitor = monitor
-        self.directory = directory
         self.forking = asyncio.Lock()
         self.fork_thread: ForkThread | None = None
 
