@@ -36,6 +36,10 @@ POINTS = (
     "rewind.recorded",  # the row names the new one, the old one still runs
     "suspend.written",  # the state is on disk, the workspace does not name it
     "suspend.recorded",  # the workspace names it, the sandbox still runs
+    "layer.pages",  # written, their index is not
+    "layer.sealed",
+    "compact.written",  # whole, and not sealed
+    "delete.renamed",  # a snapshot has lost its tag, its files are there
     "delete.marked",
     "delete.killed",  # no process, the row still says stopping
     "delete.removed",
