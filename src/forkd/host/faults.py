@@ -26,6 +26,10 @@ POINTS = (
     "snapshot.frozen",
     "snapshot.sealed",
     "snapshot.published",  # under its tag, the record still says writing
+    "layer.pages",  # written, their index is not
+    "layer.sealed",
+    "compact.written",  # whole, and not sealed
+    "delete.renamed",  # a snapshot has lost its tag, its files are there
     "delete.marked",
     "delete.killed",  # no process, the row still says stopping
     "delete.removed",
