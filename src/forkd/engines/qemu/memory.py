@@ -72,9 +72,10 @@ def find_live_memory(pid: int) -> LiveMemory:
     if file is None:
         raise EngineFailed("The VM was started with memory that cannot be saved", hint="Fork its snapshot again")
     with _understood(pid, file):
-        _, link = _find_descriptor(pid, file)
-        _check_private(pid, link)
-        return find_memory(pid, file, file.stat().st_size)
+        # Its own descriptor stays, though the snapshot may be gone.
+        held = _find_memory_descriptor(pid, file)
+        _check_private(pid, str(held.readlink()))
+        return find_memory(pid, held, held.stat().st_size)
 
 
 def choose_mapped(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
@@ -163,6 +164,20 @@ def _find_descriptor(pid: int, file: Path) -> tuple[int, str]:
             if os.path.samestat(entry.stat(), wanted):
                 return int(entry.name), str(entry.readlink())
     raise EngineFailed(f"QEMU does not have {file} open", hint="The snapshot was replaced: fork the new one")
+
+
+def _find_memory_descriptor(pid: int, file: Path) -> Path:
+    """The only file that QEMU may both read and write. By what the kernel has of it: it may have lost its name."""
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if entry.is_file() and _is_writable(Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text()):
+                return entry
+    raise EngineFailed(f"QEMU does not have {file} open any more", hint="Fork its snapshot again")
+
+
+def _is_writable(fdinfo: str) -> bool:
+    flags = int(fdinfo.partition("flags:")[2].split()[0], 8)
+    return flags & os.O_ACCMODE == os.O_RDWR
 
 
 def _read_maps(pid: int) -> str:
