@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from forkd.cli.arguments import add_daemon_options, add_duration, parse_size
 from forkd.cli.commands import Actions
 from forkd.cli.connect import connect
+from forkd.cli.guest_command import add_words, parse_words
 from forkd.cli.making import make_snapshot
 from forkd.cli.output import note, print_facts, print_json, print_rows, render_size, show
 from forkd.cli.suggestions import suggesting_snapshot
@@ -26,12 +27,8 @@ _DIFF_LINES = ("tag", "dir", "parent_tag", "pause_ms", "diff_physical_bytes")
 
 def add_chain_actions(actions: Actions) -> None:
     derive = actions.add("derive", run_derive, "fork a snapshot, run something, save what that changed as a new one")
-    derive.usage = f"{derive.prog} TAG --tag NEW_TAG [OPTION ...] [-- COMMAND ...]"
-    derive.add_argument("parent", metavar="TAG")
-    derive.add_argument("--tag", required=True, metavar="NEW_TAG", help="the new snapshot's name")
-    derive.add_argument("--code", metavar="CODE", help="Python to run in the interpreter, after the command")
-    add_duration(derive, "--timeout", "limit for what runs, such as 90s or 10m (default 600)", _DERIVE_S)
-    derive.add_argument("command", nargs="*", metavar="COMMAND", help="what to run, after --")
+    _add_derive_options(derive)
+    add_words(derive, "TAG", "the snapshot")
     compact = actions.add("compact", run_compact, "write a snapshot and all below it as one without a parent")
     compact.add_argument("tag", metavar="TAG")
     compact.add_argument("--to", required=True, metavar="NEW_TAG", help="the new snapshot's name")
@@ -47,8 +44,25 @@ def add_chain_actions(actions: Actions) -> None:
     prune.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 
 
+def _add_derive_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tag", metavar="NEW_TAG", help="the new snapshot's name; required")
+    parser.add_argument("--code", metavar="CODE", help="Python to run in the interpreter, after the command")
+    add_duration(parser, "--timeout", "limit for what runs, such as 90s or 10m (default 600)", _DERIVE_S)
+
+
+def _add_all_derive_options(parser: argparse.ArgumentParser) -> None:
+    _add_derive_options(parser)
+    add_daemon_options(parser)
+
+
 def run_derive(args: argparse.Namespace) -> int:
-    parent, tag = parse_tag(args.parent), parse_tag(args.tag)
+    parent = parse_tag(parse_words(args, "forkd snapshot derive", "TAG", _add_all_derive_options, optional=True))
+    if args.tag is None:
+        raise InvalidInput(
+            "forkd snapshot derive needs --tag",
+            hint=f"Write: forkd snapshot derive {parent} --tag NEW_TAG -- COMMAND",
+        )
+    tag = parse_tag(args.tag)
     if not args.command and args.code is None:
         raise InvalidInput(
             "forkd snapshot derive needs a command or --code",

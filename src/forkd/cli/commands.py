@@ -49,7 +49,7 @@ COMMANDS = {
     "promote": Subcommand("branch", "put a fork of a sandbox in that sandbox's place"),
     "tree": Subcommand("tree", "show who came from whom, what each holds, what is alive"),
     "image": Subcommand("image", "build, list, inspect and remove images"),
-    "snapshot": Subcommand("snapshot", "create, derive, list, inspect, verify, prune and remove snapshots"),
+    "snapshot": Subcommand("snapshot", "create, derive, list, inspect, verify and remove snapshots"),
     "snapshot-diff": Subcommand("chains", "forkd's word for: forkd snapshot derive"),
     "workspace": Subcommand("workspace", "create, list, suspend, resume and remove workspaces"),
     "up": Subcommand("daemon", "start a daemon that keeps running"),
@@ -97,8 +97,8 @@ def render_help() -> str:
     lines = ["usage: forkd COMMAND [OPTION ...]", "", "Fork warmed virtual machines, copy-on-write."]
     for heading, names in GROUPS.items():
         lines += ["", f"{heading}:", *(f"  {name:{width}}{COMMANDS[name].about}" for name in names)]
-    aliases = ", ".join(f"{alias} for {' '.join(words)}" for alias, words in ALIASES.items())
-    lines += ["", f"Other words: {aliases}."]
+    width = max(map(len, ALIASES)) + 2
+    lines += ["", "Other words:", *(f"  {alias:{width}}{' '.join(words)}" for alias, words in ALIASES.items())]
     lines += ["", "Examples:", *(f"  {example}" for example in _EXAMPLES)]
     lines += ["", "The options of a command: forkd COMMAND --help. The version: forkd --version."]
     return "\n".join(lines)
