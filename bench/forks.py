@@ -23,7 +23,7 @@ from forkd.model.machine import NO_LIMITS, Limits
 from forkd.runtime import demo
 from forkd.runtime.child import Child
 from forkd.runtime.fork import fork_children, kill_all, new_identities
-from forkd.runtime.templates import Template
+from forkd.runtime.origin import Template
 
 # How children come to be, where that is measured in more than one way. The others are started, as in the lab.
 START, FORK = Way.START.value, Way.FORK.value

@@ -2,7 +2,7 @@
 
 ForkdError
 ├── InvalidInput, NotFound, Unauthorized, Unsupported, Unreachable
-├── Conflict ── NotRunning
+├── Conflict ── NotRunning, LimitReached
 ├── HostLacks, NoCapacity, BuildFailed, SnapshotDamaged, SnapshotIncompatible
 ├── EngineFailed ── NotForkable
 ├── GuestDied, GuestTimeout, WarmupFailed, ContractBroken
@@ -67,6 +67,10 @@ class Conflict(ForkdError, code="conflict", exit_code=4):
 
 class NotRunning(Conflict, code="not_running"):
     """The sandbox is starting, paused or being removed."""
+
+
+class LimitReached(Conflict, code="limit_reached"):
+    """A lineage or a token has as many forks, or as much memory, as the settings allow."""
 
 
 class Unauthorized(ForkdError, code="unauthorized", exit_code=16):

@@ -20,6 +20,7 @@ STATUS: Mapping[str, int] = {
     "method_not_allowed": 405,
     "conflict": 409,
     "not_running": 409,
+    "limit_reached": 409,
     "guest_died": 502,
     "snapshot_damaged": 409,
     "snapshot_incompatible": 409,

@@ -101,18 +101,21 @@ class LimitedBody(Body):
         return Limits(self.memory_limit_mib, self.cpu_limit, self.pids_limit, self.io_limit_mib_s)
 
 
-class SpawnBody(LimitedBody):
+class ChildrenBody(LimitedBody):
+    timeout_secs: Deadline | None = None
+    on_timeout: Literal["kill", "pause"] = "kill"
+    env: Env = Field(default_factory=dict)
+    labels: Pairs = Field(default_factory=dict)
+    metadata: Pairs = Field(default_factory=dict)
+
+
+class SpawnBody(ChildrenBody):
     snapshot_tag: Tag
     n: int = Field(1, ge=1, le=MAX_CHILDREN)
     per_child_netns: bool = False
     prewarm: bool = False
     live_fork: bool = False
     hugepages: bool = False
-    timeout_secs: Deadline | None = None
-    on_timeout: Literal["kill", "pause"] = "kill"
-    env: Env = Field(default_factory=dict)
-    labels: Pairs = Field(default_factory=dict)
-    metadata: Pairs = Field(default_factory=dict)
     allow_partial: bool = False
     agent_port: Annotated[int, Field(ge=1, le=65535)] | None = None
 
@@ -180,6 +183,40 @@ class BranchBody(Body):
     measure_diff: bool = False
     wait: bool = True
     parent_tag: Tag | None = None
+
+
+class ForkBody(ChildrenBody):
+    count: int = Field(1, ge=1, le=MAX_CHILDREN)
+    tag: Tag | None = None
+
+
+class CheckpointBody(Body):
+    name: Tag | None = None
+
+
+class RewindBody(Body):
+    to: Tag | None = None
+    discard: bool = False
+
+
+class PromoteBody(Body):
+    child: Tag
+
+
+class DeriveBody(Body):
+    tag: Tag
+    args: list[str] | None = None
+    shell: str | None = None
+    code: str | None = None
+    timeout_secs: float = Field(600.0, gt=0, le=MAX_WARM_SECONDS, allow_inf_nan=False)
+
+
+class PruneBody(Body):
+    keep_last: Annotated[int, Field(ge=0, le=MAX_ID)] | None = None
+    keep_tagged: bool = False
+    max_age_secs: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)] | None = None
+    max_bytes: Annotated[int, Field(ge=0, le=MAX_ID)] | None = None
+    dry_run: bool = False
 
 
 class TimeoutBody(Body):

@@ -69,6 +69,7 @@ class SnapshotInfo(TypedDict):
     diff_ms: NotRequired[int]
     diff_physical_bytes: NotRequired[int]
     diff_logical_bytes: NotRequired[int]
+    diff_dirty_bytes: NotRequired[int]  # of pages that were looked at
     checkpoint: NotRequired[str]  # its name, of a checkpoint of `branched_from`
     auto: NotRequired[bool]  # nobody chose its tag
     warning: NotRequired[str]

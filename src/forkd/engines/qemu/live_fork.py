@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -24,7 +25,7 @@ from forkd.engines.machine import (
     listening_socket,
     made_directory,
 )
-from forkd.engines.qemu.machine import VMM_LOG, QemuMachine
+from forkd.engines.qemu.machine import SAVED_STATE, VMM_LOG, QemuMachine
 from forkd.engines.qemu.monitor import QMP_SOCKET, Monitor
 from forkd.errors import EngineFailed, NotForkable
 from forkd.host.cgroup import Group
@@ -70,7 +71,7 @@ async def finished_or_killed(forking: Coroutine[Any, Any, QemuMachine]) -> QemuM
 
 
 async def fork_machine(
-    source: QemuMachine, directory: Path, limits: Limits, *, settled: bool, paused: bool, outlive: bool
+    source: QemuMachine, directory: Path, limits: Limits, *, paused: bool, outlive: bool
 ) -> QemuMachine:
     """See Engine.fork_live."""
     phases = Phases(time.monotonic(), way=Way.FORK)
@@ -91,7 +92,9 @@ async def fork_machine(
             if not paused:
                 monitor.tell_cont()
             held = asyncio.Event()
-            work = thread.fork(directory, ends, group, linger=settled, on_held=_from_thread(held))
+            if paused:
+                _copy_saved(source.directory, directory)
+            work = thread.fork(directory, ends, group, linger=source.paused, on_held=_from_thread(held))
             made = await (work if source.paused else _fork_running(source, work, held, phases))
             phases.steps.update(made.steps)
             process = WatchedProcess(made.pid, made.pidfd)
@@ -101,6 +104,12 @@ async def fork_machine(
     machine = QemuMachine(directory, process, phases, monitor, channel=channel, group=group, paused=True)
     machine.go_on(paused=paused)
     return machine
+
+
+def _copy_saved(source: Path, directory: Path) -> None:
+    """A fork of a VM that was saved and still stands still can be saved by the same bytes only, as its source can."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copyfile(source / SAVED_STATE, directory / SAVED_STATE)
 
 
 async def _connected_again(process: WatchedProcess, channel: socket.socket, path: Path) -> socket.socket:
@@ -207,6 +216,13 @@ class ForkThread:
         finally:
             if linger:
                 self._linger = asyncio.get_running_loop().call_later(_LINGER_S, self._thread.submit, self._release)
+
+    async def let_go(self) -> None:
+        """Of the QEMU, should it be kept at rest: it has a command to answer."""
+        if self._linger is not None:
+            self._linger.cancel()
+            self._linger = None
+            await self._run(self._release)
 
     async def close(self) -> None:
         """The QEMU goes on, unless it was killed."""

@@ -107,7 +107,8 @@ class Monitor:
         await self._migrated(state.send())
 
     async def save_state(self, file: BinaryIO) -> None:
-        """Device state, not memory."""
+        """Device state, not memory. Once while the VM stands still."""
+        self._migration.clear()
         await self.execute("migrate-set-capabilities", {"capabilities": _CAPABILITIES})
         ours, theirs = socket.socketpair()
         with ours:

@@ -1,0 +1,356 @@
+"""Branches: a running sandbox frozen where it is. It stands still for moments, and goes on.
+
+On an engine that forks live VMs the branch is a fork that never runs: it is the template of its tag at once, and what
+differs from the parent is written from it in the background. On others the sandbox pauses while that is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from forkd.engines.base import Engine, Machine
+from forkd.errors import Conflict, ForkdError, InvalidInput, NoCapacity, NotForkable
+from forkd.host.faults import fault_point
+from forkd.host.pages import LiveMemory
+from forkd.host.threads import in_thread, offloaded
+from forkd.model.names import SnapshotTag, parse_tag
+from forkd.model.sandbox import State
+from forkd.runtime.child import LiveSandbox
+from forkd.runtime.events import EventLog
+from forkd.runtime.origin import Ancestry, Branch, Origin, Template
+from forkd.runtime.registry import SandboxRecord, SnapshotJob
+from forkd.runtime.sandboxes import Sandboxes, not_running
+from forkd.runtime.snapshots import WRITING, Snapshots, SnapshotView
+from forkd.runtime.templates import Templates, measure
+from forkd.store.content import write_whole
+from forkd.store.layers import LayerStats, write_layer
+from forkd.store.manifest import Manifest, Parent
+from forkd.store.manifest import Origin as BranchedFrom
+from forkd.store.snapshots import Snapshot
+
+_log = logging.getLogger(__name__)
+
+PREFIX = "branch-"
+# Of tags that only the forks of one call need, on engines that fork from files.
+FORK_PREFIX = "fork-"
+DEFAULT_AT_ONCE = 4
+# How long a daemon that stops waits for what is being written.
+STOP_S = 30.0
+
+
+class Mode(enum.Enum):
+    FULL = "full"  # the snapshot needs no other
+    DIFF = "diff"  # a layer over its parent
+    LIVE = "live"  # the same; forkd's word where the source is not to pause for the writing
+
+
+@dataclass(frozen=True)
+class BranchRequest:
+    tag: SnapshotTag | None = None  # None: one is made up
+    mode: Mode = Mode.LIVE
+    parent_tag: SnapshotTag | None = None  # None: what the sandbox was forked from
+    checkpoint: str | None = None
+    settled: bool = False  # nothing else talks to the guest, which prepares for a freeze first
+    auto: bool = False
+
+
+@dataclass(frozen=True)
+class _Frozen:
+    """What was captured: a VM that stands still, of which all is still to be written."""
+
+    machine: Machine
+    pause_s: float
+    at_unix: float
+
+
+class Branches:
+    def __init__(
+        self, sandboxes: Sandboxes, snapshots: Snapshots, templates: Templates, at_once: int = DEFAULT_AT_ONCE
+    ) -> None:
+        """`at_once`: how many may be written at a time."""
+        self.at_once = at_once
+        self._sandboxes = sandboxes
+        self._snapshots = snapshots
+        self._templates = templates
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._snapshots.branches)
+
+    @property
+    def _engine(self) -> Engine:
+        return self._sandboxes.engine
+
+    @property
+    def _events(self) -> EventLog:
+        return self._sandboxes.events
+
+    async def branch(self, sandbox_id: str, request: BranchRequest) -> Branch:
+        """Returns when it can be forked from; `written` waits for the disk. Goes on when its caller does not wait."""
+        return await self._sandboxes.finished(self._branch(sandbox_id, request))
+
+    async def written(self, branch: Branch) -> SnapshotView:
+        """Until it is on disk; raises what it failed with."""
+        if branch.task is not None:
+            await asyncio.wait([branch.task])
+        if branch.error is not None:
+            raise branch.error
+        return self._snapshots.get(branch.tag)
+
+    async def close(self) -> None:
+        """What is being written is finished, within bounds, and all templates that are not on disk end."""
+        tasks = [branch.task for branch in self._snapshots.branches.values() if branch.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_S)
+        for branch in list(self._snapshots.branches.values()):
+            await self._snapshots.give_up_branch(branch)
+
+    # Capturing
+
+    async def _branch(self, sandbox_id: str, request: BranchRequest) -> Branch:
+        begun = time.monotonic()
+        record, live = self._sandboxes.get(sandbox_id), self._sandboxes.held(sandbox_id)
+        tag = request.tag or new_tag(record.id)
+        self._check_free(tag)
+        check_parent(request, record)
+        ancestry = Ancestry(record.id, record.lineage, record.depth + 1, time.time())
+        auto = request.auto or request.tag is None
+        branch = Branch(tag, record.snapshot_tag, record.made_of, ancestry, 0.0, begun, request.checkpoint, auto)
+        self._snapshots.branches[tag] = branch
+        try:
+            with self._sandboxes.registry.transaction(durable=True):
+                self._sandboxes.registry.record_job(SnapshotJob(tag, WRITING, time.time()))
+                self._events.emit("snapshot.writing", sandbox_id=record.id, snapshot_tag=tag)
+            fault_point("branch.recorded")
+            await self._capture(branch, live, record, request)
+        except BaseException as error:
+            self._fail(branch, error if isinstance(error, ForkdError) else Conflict("The branch was given up"))
+            raise
+        with self._sandboxes.registry.transaction():
+            self._sandboxes.registry.count_branch(record.id)
+        return branch
+
+    def _check_free(self, tag: SnapshotTag) -> None:
+        self._snapshots.check_free(tag)
+        if self.in_flight >= self.at_once:
+            raise NoCapacity(
+                f"{self.at_once} branches are being written already",
+                hint="Wait until one is ready, or raise the setting branch_concurrency",
+            )
+
+    async def _capture(self, branch: Branch, live: LiveSandbox, record: SandboxRecord, request: BranchRequest) -> None:
+        parents = contextlib.AsyncExitStack()
+        try:
+            parent = await self._hold_parent(parents, request, record)
+            branch.parent_tag = parent.manifest.tag if parent else None
+            async with live.lock:
+                if live.state not in (State.RUNNING, State.PAUSED):
+                    raise not_running(self._sandboxes.get(record.id))
+                if request.settled:
+                    await live.agent.prepare_freeze()
+                frozen = await self._fork_paused(live)
+                if frozen is None:
+                    async with parents:
+                        await self._write_paused(branch, live, record, request, parent)
+                    return
+            fault_point("branch.forked")
+            branch.pause_s = frozen.pause_s
+            branch.template = Template(None, branch.tag, frozen.machine, None, 0, 0.0, settled=False)
+            branch.task = asyncio.create_task(
+                self._write_behind(branch, record, request, parent, parents), name=f"branch {branch.tag}"
+            )
+        except BaseException:
+            await parents.aclose()
+            raise
+
+    async def _fork_paused(self, live: LiveSandbox) -> _Frozen | None:
+        """A fork of it that does not run; None where the engine or this VM cannot be forked live."""
+        if self._engine.why_no_live_forks() is not None:
+            return None
+        directory = self._sandboxes.home.vms / f"{PREFIX}{secrets.token_hex(6)}"
+        if live.state is State.RUNNING:
+            await live.reach()  # the fork goes on in the stream of its agent, which has to be there
+        begun, at_unix = time.monotonic(), time.time()
+        try:
+            machine = await self._engine.fork_live(live.machine, directory, paused=True)
+        except NotForkable as error:
+            _log.warning("Sandbox %s is paused to be branched: %s", live.id, error.message)
+            return None
+        pause_s = machine.phases.pause_s
+        return _Frozen(machine, (time.monotonic() - begun) if pause_s is None else pause_s, at_unix)
+
+    async def _hold_parent(
+        self, parents: contextlib.AsyncExitStack, request: BranchRequest, record: SandboxRecord
+    ) -> Snapshot | None:
+        """What its difference is to; None: all of it is written. Kept from removal until that is done."""
+        if request.mode is Mode.FULL:
+            return None
+        tag = request.parent_tag or record.snapshot_tag
+        held = self._snapshots.store.held(tag)
+        try:
+            snapshot = await parents.enter_async_context(offloaded(held))
+        except ForkdError as error:
+            _log.info("A branch of %s holds all of its memory: %s", record.id, error.message)
+            return None
+        return snapshot if len(snapshot.ancestors) < self._snapshots.store.max_depth else None
+
+    @contextlib.asynccontextmanager
+    async def captured(self, sandbox_id: str) -> AsyncIterator[Origin]:
+        """What forks of a sandbox start from, for as long as the block runs. No tag is left where the engine can."""
+        record, live = self._sandboxes.get(sandbox_id), self._sandboxes.held(sandbox_id)
+        async with live.lock:
+            if live.state not in (State.RUNNING, State.PAUSED):
+                raise not_running(self._sandboxes.get(record.id))
+            frozen = await self._fork_paused(live)
+        if frozen is None:
+            branch = await self._branch(record.id, BranchRequest(new_tag(record.id, FORK_PREFIX), auto=True))
+            async with self._snapshots.held(branch.tag) as origin:
+                yield origin
+            return
+        ancestry = Ancestry(record.id, record.lineage, record.depth + 1, frozen.at_unix)
+        template = Template(None, record.snapshot_tag, frozen.machine, None, 0, 0.0, settled=False)
+        try:
+            yield Origin(record.snapshot_tag, None, template, record.made_of, ancestry, frozen.pause_s)
+        finally:
+            await template.end()
+
+    # Writing
+
+    async def _write_behind(
+        self,
+        branch: Branch,
+        record: SandboxRecord,
+        request: BranchRequest,
+        parent: Snapshot | None,
+        parents: contextlib.AsyncExitStack,
+    ) -> None:
+        """From the template, which never runs. Its end, and that of the task, is the end of the branch."""
+        template = branch.template
+        assert template is not None
+        try:
+            async with parents:
+                template.memory_bytes = await in_thread(lambda: measure(template.machine))
+                await self._write(branch, template.machine, record, request, parent)
+        except asyncio.CancelledError:
+            self._fail(branch, Conflict(f"Branch {branch.tag} was given up"))
+            await template.end()
+            raise
+        except ForkdError as error:
+            self._fail(branch, error)
+            await template.end()
+        except Exception as error:
+            _log.exception("Writing branch %s failed", branch.tag)
+            self._fail(branch, ForkdError(f"Writing branch {branch.tag} failed: {type(error).__name__}"))
+            await template.end()
+        else:
+            if request.settled:
+                await template.end()  # a template that rehearses is made from the files
+            else:
+                await self._templates.adopt(self._snapshots.store.root / branch.tag, template)
+
+    async def _write_paused(
+        self,
+        branch: Branch,
+        live: LiveSandbox,
+        record: SandboxRecord,
+        request: BranchRequest,
+        parent: Snapshot | None,
+    ) -> None:
+        """The sandbox stands still meanwhile."""
+        begun, running = time.monotonic(), live.state is State.RUNNING
+        try:
+            if running:
+                await live.machine.pause()
+            await self._write(branch, live.machine, record, request, parent, begun=begun)
+        finally:
+            if running:
+                await self._sandboxes.go_on(live)
+        branch.pause_s = time.monotonic() - begun
+
+    async def _write(
+        self,
+        branch: Branch,
+        machine: Machine,
+        record: SandboxRecord,
+        request: BranchRequest,
+        parent: Snapshot | None,
+        *,
+        begun: float | None = None,
+    ) -> None:
+        """`begun`: when the source was stopped, where it stands still until this is done."""
+        store, started = self._snapshots.store, time.monotonic()
+        async with offloaded(store.created(branch.tag, replace_existing=False)) as (staging, seal):
+            saved = await self._engine.save(machine, staging)
+            fault_point("branch.saved")
+            if parent is not None and saved.memory is not None and saved.memory.file != parent.root_memory:
+                parent = None  # another snapshot has the tag by now
+            stats = await in_thread(lambda: _write_memory(saved.memory, parent, staging))
+            fault_point("branch.pages")
+            now = time.monotonic()
+            pause_s = branch.pause_s if begun is None else now - begun
+            source = self._snapshots.describe(record)
+            manifest = Manifest(
+                tag=branch.tag,
+                created_at_unix=int(branch.ancestry.forked_at_unix or time.time()),
+                engine=self._engine.name,
+                image_id=source.image_id,
+                machine=source.machine,
+                warm=source.warm,
+                platform=saved.platform,
+                files={},
+                rehearsal=source.rehearsal,
+                parent=None if parent is None else Parent(parent.manifest.tag, parent.hash),
+                settled=request.settled,
+                origin=BranchedFrom(
+                    branched_from=record.id,
+                    lineage=record.lineage,
+                    depth=record.depth,
+                    mode=request.mode.value,
+                    pause_ms=round(pause_s * 1000),
+                    diff_ms=round((now - started) * 1000),
+                    bytes_dirty=stats.bytes_dirty,
+                    bytes_written=stats.bytes_written,
+                    checkpoint=request.checkpoint,
+                    auto=branch.auto,
+                ),
+            )
+            await in_thread(lambda: seal(manifest))
+            fault_point("branch.sealed")
+        fault_point("branch.published")
+        with self._sandboxes.registry.transaction():
+            self._sandboxes.registry.remove_job(branch.tag)
+            self._events.emit("snapshot.ready", sandbox_id=record.id, snapshot_tag=branch.tag)
+        self._snapshots.branches.pop(branch.tag, None)
+
+    def _fail(self, branch: Branch, error: ForkdError) -> None:
+        branch.error = error
+        if self._snapshots.branches.pop(branch.tag, None) is not None:
+            self._snapshots.fail(branch.tag, time.time(), error)
+
+
+def _write_memory(memory: LiveMemory | None, parent: Snapshot | None, staging: Path) -> LayerStats:
+    if memory is None:
+        return LayerStats(0, 0)
+    if parent is not None:
+        return write_layer(memory, parent, staging)
+    whole = write_whole(memory, staging)
+    return LayerStats(whole.bytes_logical, whole.bytes_written)
+
+
+def new_tag(sandbox_id: str, prefix: str = PREFIX) -> SnapshotTag:
+    return parse_tag(f"{prefix}{sandbox_id}-{int(time.time())}-{secrets.token_hex(2)}")
+
+
+def check_parent(request: BranchRequest, record: SandboxRecord) -> None:
+    if request.parent_tag is not None and request.parent_tag != record.snapshot_tag and not request.auto:
+        raise InvalidInput(
+            f"parent_tag must be what the sandbox was forked from, {record.snapshot_tag}, got {request.parent_tag}"
+        )
