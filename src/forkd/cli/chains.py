@@ -46,7 +46,7 @@ def add_chain_actions(actions: Actions) -> None:
 
 def _add_derive_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tag", metavar="NEW_TAG", help="the new snapshot's name; required")
-    parser.add_argument("--code", metavar="CODE", help="Python to run in the interpreter, after the command")
+    parser.add_argument("--code", metavar="CODE", help="Python to run in the interpreter, before the command")
     add_duration(parser, "--timeout", "limit for what runs, such as 90s or 10m (default 600)", _DERIVE_S)
 
 
