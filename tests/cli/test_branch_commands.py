@@ -196,7 +196,7 @@ def test_of_several_snapshots_layers_are_removed_before_what_they_are_layers_of(
         ("snapshot derive warm --tag n", "needs a command or --code"),
         ("snapshot derive warm -- true", "needs --tag"),
         ("snapshot derive", "needs TAG"),
-        ("snapshot prune --keep-tagged", "needs --keep-last, --max-age or --max-bytes"),
+        ("snapshot prune --dry-run", "needs --keep-last, --keep-tagged, --max-age or --max-bytes"),
         ("snapshot prune --max-bytes 10x", "--max-bytes takes bytes, or a size such as 512M"),
         ("snapshot rm a --cascade --force", "cannot be combined"),
         ("snapshot-diff --from warm --tag n --exec 'a", "--exec cannot be split"),

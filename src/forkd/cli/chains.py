@@ -117,9 +117,9 @@ def _print_verified(found: VerifyResult) -> None:
 
 
 def run_prune(args: argparse.Namespace) -> int:
-    if args.keep_last is None and args.max_age is None and args.max_bytes is None:
+    if args.keep_last is None and not args.keep_tagged and args.max_age is None and args.max_bytes is None:
         raise InvalidInput(
-            "forkd snapshot prune needs --keep-last, --max-age or --max-bytes",
+            "forkd snapshot prune needs --keep-last, --keep-tagged, --max-age or --max-bytes",
             hint="To look first: forkd snapshot prune --max-age 7d --keep-tagged --dry-run",
         )
     with connect(args) as controller:
