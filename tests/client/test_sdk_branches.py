@@ -73,7 +73,7 @@ def test_a_sandbox_goes_back_and_stays_itself(sandbox: Sandbox) -> None:
     assert sandbox.eval("x") == "2"
     after = sandbox.rewind("safe")
     assert sandbox.eval("x") == "1"
-    assert all(after[key] == before[key] for key in ("id", "guest_addr", "deadline_unix", "created_at_unix"))
+    assert all(after[key] == before[key] for key in ("id", "guest_addr", "on_timeout", "created_at_unix"))
     sandbox.delete_checkpoint("c1")
     assert [each["name"] for each in sandbox.checkpoints()] == ["safe"]
     with pytest.raises(NotFound, match="no checkpoint c1"):
