@@ -38,6 +38,7 @@ class SplitBill(unittest.TestCase):
     def test_cents_are_whole(self):
         self.assertTrue(all(isinstance(share, int) for share in split_bill(1000, 3)))
 """
+COUNT = TESTS.count("def test_")
 RETURN = "    return [share] * people\n"
 # What a model would propose: what is written in place of the last line.
 CANDIDATES = {
@@ -56,7 +57,7 @@ def try_fix(sandbox: Sandbox, name: str) -> bool:
     try:
         sandbox.commands.run(RUN_TESTS, cwd=PROJECT, check=True)
     except CommandFailed as failed:
-        print(f"  {sandbox.id}: {name}: {failed.result.stderr.count('FAIL:')} tests fail")
+        print(f"  {sandbox.id}: {name}: {failed.result.stderr.count('FAIL:')} of {COUNT} tests fail")
         return False
     print(f"  {sandbox.id}: {name}: all tests pass")
     return True
@@ -67,7 +68,7 @@ def main() -> None:
         sandbox.files.write(f"{PROJECT}/bill.py", SOURCE)
         sandbox.files.write(f"{PROJECT}/test_bill.py", TESTS)
         broken = sandbox.commands.run(RUN_TESTS, cwd=PROJECT)
-        print(f"{sandbox.id}: {broken.stderr.count('FAIL:')} tests fail, {len(CANDIDATES)} fixes are tried")
+        print(f"{sandbox.id}: {broken.stderr.count('FAIL:')} of {COUNT} tests fail, {len(CANDIDATES)} fixes are tried")
 
         with sandbox.fork(len(CANDIDATES)) as forks, ThreadPoolExecutor() as pool:
             passed = list(pool.map(try_fix, forks, CANDIDATES))

@@ -79,6 +79,7 @@ def test_a_tree_says_what_each_is_holds_and_came_from() -> None:
         ),
         snapshot("later", "base", branched_from="one", status="writing"),
         snapshot("cp", "base", branched_from="one", checkpoint="safe"),
+        snapshot("derived", "base", branched_from="ended"),
     )
     rows = [[row[name] for name in tree._HEADINGS] for row in render_rows(build_trees(given), LINES, 60.0)]
     assert rows == [
@@ -86,9 +87,10 @@ def test_a_tree_says_what_each_is_holds_and_came_from() -> None:
         ["+ one web", "running", "1m", "2.0 MiB", "kill in 30s"],
         ["| ` @safe", "ready", "1m", "1.0 MiB", ""],
         ["+ two", "dead", "1m", "", "workspace mine, it\\nended"],
-        ["` later", "writing", "1m", "", "of one"],
+        ["+ later", "writing", "1m", "", "of web"],
+        ["` derived", "ready", "1m", "1.0 MiB", ""],
     ]
-    told = "2 snapshots; 1 checkpoint; 2 sandboxes, 1 running; 3.0 MiB on disk; 2.0 MiB in memory"
+    told = "3 snapshots; 1 checkpoint; 2 sandboxes, 1 running; 4.0 MiB on disk; 2.0 MiB in memory"
     assert render_summary(given) == told
 
 

@@ -23,7 +23,7 @@ def wanted() -> dict[str, tuple[str, ...]]:
     return {
         "branch_and_pick.py": (r"goes on from there, lowest -?\d", r"the other 4 are gone"),
         "fix_tests.py": (
-            r": divide exactly: \d tests? fail",
+            r": divide exactly: \d of 4 tests fail",
             r": spread the rest: all tests pass",
             r"went too far, and was undone",
             r"share \+ \(each < total_cents % people\)",

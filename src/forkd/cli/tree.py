@@ -42,7 +42,8 @@ def _print_trees(lineage: Lineage) -> None:
         note("There are no snapshots; make one with: forkd snapshot create --image IMAGE --tag TAG")
         return
     lines = _LINES if _can_show("".join(_LINES)) else _ASCII
-    print_columns(list(render_rows(build_trees(lineage), lines, time.time())), _HEADINGS, always=_HEADINGS[:3])
+    rows = render_rows(build_trees(lineage), lines, time.time())
+    print_columns(list(rows), _HEADINGS, always=_HEADINGS[:3])
     note(render_summary(lineage))
 
 
@@ -67,14 +68,17 @@ class Node:
 
     snapshot: LineageSnapshot | None = None
     sandbox: LineageSandbox | None = None
+    source: LineageSandbox | None = None  # that the snapshot is a branch of, if it still is there
     below: list[Node] = field(default_factory=list)
 
 
 def build_trees(lineage: Lineage) -> list[Node]:
     """Each node below the first of those it came from that is there; last, sandboxes of which nothing is."""
     nodes: dict[Key, Node] = {}
+    known = {info["id"]: info for info in _sandboxes(lineage)}
     for snapshot in lineage["snapshots"]:
-        nodes[_tag(snapshot["tag"])] = Node(snapshot=snapshot)
+        source = snapshot["branched_from"] if snapshot["checkpoint"] is None else None
+        nodes[_tag(snapshot["tag"])] = Node(snapshot=snapshot, source=known.get(source) if source else None)
     for info in _sandboxes(lineage):
         nodes[_id(info["id"])] = Node(sandbox=info)
     above = _find_parents(lineage, nodes)
@@ -148,18 +152,18 @@ def _render_node(node: Node, now: float) -> dict[str, str]:
     if node.sandbox is not None:
         return _render_sandbox(node.sandbox, now)
     if node.snapshot is not None:
-        return _render_snapshot(node.snapshot, now)
+        return _render_snapshot(node.snapshot, node.source, now)
     return dict.fromkeys(_HEADINGS, "") | {"LINEAGE": _GONE}
 
 
-def _render_snapshot(snapshot: LineageSnapshot, now: float) -> dict[str, str]:
-    name, source = snapshot["checkpoint"], snapshot["branched_from"]
+def _render_snapshot(snapshot: LineageSnapshot, source: LineageSandbox | None, now: float) -> dict[str, str]:
+    name = snapshot["checkpoint"]
     return {
         "LINEAGE": render_plain(f"@{name}" if name is not None else snapshot["tag"]),
         "STATE": snapshot["status"],
         "AGE": render_age(now - snapshot["created_at_unix"]),
         "HOLDS": render_size(snapshot["unique_bytes"]) if snapshot["status"] != "writing" else "",
-        "NOTE": f"of {source}" if source and name is None else "",
+        "NOTE": f"of {source['name'] or source['id']}" if source else "",
     }
 
 
