@@ -44,7 +44,7 @@ class LiveFakeEngine(FakeEngine):
     def why_no_live_forks(self) -> str | None:
         return None
 
-    async def template(self, frozen: Frozen, directory: Path) -> Machine:
+    async def template(self, frozen: Frozen, directory: Path, *, run: bool = True) -> Machine:
         self.making += 1
         self.most_at_once = max(self.most_at_once, self.making)
         try:

@@ -161,12 +161,12 @@ async def test_forks_start_where_their_source_is_each_as_itself(runtime: Runtime
 async def test_a_command_of_the_source_goes_on_while_it_is_forked(runtime: Runtime) -> None:
     source = await spawn(runtime)
     async with runtime.sandboxes.use(source.id) as live:
-        process = await live.agent.start("for n in 1 2 3 4 5 6 7 8; do echo $n; sleep 0.2; done", stdin=False)
-        async with process:
-            await asyncio.sleep(0.3)
-            forked = await runtime.fork(source.id, SandboxSpec(TAG, n=2))
-            await branch(runtime, source.id)
-            result = await process.wait()
+        command = "for n in 1 2 3 4 5 6 7 8; do echo $n; sleep 0.2; done"
+        running = asyncio.create_task(live.agent.run(command))
+        await asyncio.sleep(0.3)
+        forked = await runtime.fork(source.id, SandboxSpec(TAG, n=2))
+        await branch(runtime, source.id)
+        result = await running
     assert result.stdout.split() == [b"1", b"2", b"3", b"4", b"5", b"6", b"7", b"8"] and result.exit_code == 0
     for one in forked.records:
         assert await evaluate(runtime, one.id, "x") == 41

@@ -230,8 +230,11 @@ class Engine(Protocol):
     def why_no_live_forks(self) -> str | None:
         """Why `template` and `fork_live` raise Unsupported on this host; None where they work."""
 
-    async def template(self, frozen: Frozen, directory: Path) -> Machine:
-        """A child whose guest runs and which is only there to be forked, by `fork_live`. It dies with us."""
+    async def template(self, frozen: Frozen, directory: Path, *, run: bool = True) -> Machine:
+        """A child whose guest runs and which is only there to be forked, by `fork_live`. It dies with us.
+
+        Without `run` its guest stands still where it was frozen.
+        """
 
     async def fork_live(
         self,
@@ -273,7 +276,7 @@ class WithoutLiveForks:
     def why_no_live_forks(self) -> str | None:
         return f"the engine {self.name} cannot do it yet"
 
-    async def template(self, frozen: Frozen, directory: Path) -> Machine:
+    async def template(self, frozen: Frozen, directory: Path, *, run: bool = True) -> Machine:
         raise self._unsupported()
 
     async def fork_live(self, *_: Any, **__: Any) -> Machine:

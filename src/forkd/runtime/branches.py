@@ -30,8 +30,9 @@ from forkd.runtime.registry import SandboxRecord, SnapshotJob
 from forkd.runtime.sandboxes import Sandboxes, not_running
 from forkd.runtime.snapshots import WRITING, Snapshots, SnapshotView
 from forkd.runtime.templates import Templates, measure
+from forkd.store.chain import MAX_DEPTH
 from forkd.store.content import write_whole
-from forkd.store.layers import LayerStats, write_layer
+from forkd.store.layers import write_layer
 from forkd.store.manifest import Manifest, Parent
 from forkd.store.manifest import Origin as BranchedFrom
 from forkd.store.snapshots import Snapshot
@@ -200,7 +201,7 @@ class Branches:
         except ForkdError as error:
             _log.info("A branch of %s holds all of its memory: %s", record.id, error.message)
             return None
-        return snapshot if len(snapshot.ancestors) < self._snapshots.store.max_depth else None
+        return snapshot if snapshot.depth < MAX_DEPTH else None
 
     @contextlib.asynccontextmanager
     async def captured(self, sandbox_id: str) -> AsyncIterator[Origin]:
@@ -292,7 +293,7 @@ class Branches:
             fault_point("branch.saved")
             if parent is not None and saved.memory is not None and saved.memory.file != parent.root_memory:
                 parent = None  # another snapshot has the tag by now
-            stats = await in_thread(lambda: _write_memory(saved.memory, parent, staging))
+            dirty, written = await in_thread(lambda: _write_memory(saved.memory, parent, staging))
             fault_point("branch.pages")
             now = time.monotonic()
             pause_s = branch.pause_s if begun is None else now - begun
@@ -313,11 +314,12 @@ class Branches:
                     branched_from=record.id,
                     lineage=record.lineage,
                     depth=record.depth,
+                    at_unix=branch.ancestry.forked_at_unix,
                     mode=request.mode.value,
                     pause_ms=round(pause_s * 1000),
                     diff_ms=round((now - started) * 1000),
-                    bytes_dirty=stats.bytes_dirty,
-                    bytes_written=stats.bytes_written,
+                    bytes_dirty=dirty,
+                    bytes_written=written,
                     checkpoint=request.checkpoint,
                     auto=branch.auto,
                 ),
@@ -336,13 +338,15 @@ class Branches:
             self._snapshots.fail(branch.tag, time.time(), error)
 
 
-def _write_memory(memory: LiveMemory | None, parent: Snapshot | None, staging: Path) -> LayerStats:
+def _write_memory(memory: LiveMemory | None, parent: Snapshot | None, staging: Path) -> tuple[int, int]:
+    """How many bytes were dirty, and how many were written."""
     if memory is None:
-        return LayerStats(0, 0)
+        return 0, 0
     if parent is not None:
-        return write_layer(memory, parent, staging)
+        layer = write_layer(memory, parent, staging)
+        return layer.bytes_dirty, layer.bytes_written
     whole = write_whole(memory, staging)
-    return LayerStats(whole.bytes_logical, whole.bytes_written)
+    return whole.bytes_written, whole.bytes_written
 
 
 def new_tag(sandbox_id: str, prefix: str = PREFIX) -> SnapshotTag:

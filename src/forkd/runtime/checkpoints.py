@@ -42,7 +42,7 @@ class Checkpoints:
         """The oldest first."""
         record = self._sandboxes.get(sandbox_id)
         found = [Checkpoint(name, view) for view in self._snapshots.list() if (name := find_name(view, record.id))]
-        return sorted(found, key=lambda each: (each.view.created_at_unix, _order(each.name)))
+        return sorted(found, key=lambda each: find_instant(each.view))
 
     async def create(self, sandbox_id: str, name: str | None = None) -> Checkpoint:
         """Returns when it can be gone back to; it is written to disk behind that."""
@@ -154,9 +154,12 @@ def choose_name(taken: list[str]) -> str:
     return f"c{max(numbers, default=0) + 1}"
 
 
-def _order(name: str) -> int:
-    found = _GENERATED.fullmatch(name)
-    return int(found[1]) if found else 0
+def find_instant(view: SnapshotView) -> float:
+    """When it was frozen."""
+    if view.branch is not None:
+        return view.branch.ancestry.forked_at_unix or 0.0
+    origin = view.manifest.origin if view.manifest else None
+    return view.created_at_unix if origin is None or origin.at_unix is None else origin.at_unix
 
 
 def _absent(sandbox_id: str, name: str) -> NotFound:

@@ -78,7 +78,8 @@ async def recover(sandboxes: Sandboxes) -> Plan:
         sandboxes.bury(record.id, _why_gone(sandboxes, record))
     gate = asyncio.Semaphore(_ADOPTIONS_AT_ONCE)
     await asyncio.gather(*(_adopt(sandboxes, record, leaders[record.vm], gate) for record in plan.adopt))
-    await in_thread(lambda: remove_groups(sandboxes.home.vms, keep={sandboxes.get(each).vm for each in sandboxes.live}))
+    kept = {sandboxes.get(each).vm for each in sandboxes.live}
+    await in_thread(lambda: remove_groups(sandboxes.home.vms, keep=kept))
     await in_thread(lambda: sweep_staging(sandboxes.home.snapshots))
     if records or plan.strays:
         _log.info(

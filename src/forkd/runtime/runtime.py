@@ -19,6 +19,7 @@ from forkd.host.marked import kill_marked
 from forkd.host.paths import DAEMON_LOCK, Home, ensure_home, ensure_private
 from forkd.host.system import start_time_ticks
 from forkd.host.threads import in_thread
+from forkd.model.names import SnapshotTag
 from forkd.runtime.branches import DEFAULT_AT_ONCE, FORK_PREFIX, Branches
 from forkd.runtime.checkpoints import Checkpoints
 from forkd.runtime.derive import Deriver
@@ -28,12 +29,12 @@ from forkd.runtime.origin import DEFAULT_POLICY, TemplatePolicy
 from forkd.runtime.recovery import recover
 from forkd.runtime.registry import Registry, SandboxRecord
 from forkd.runtime.sandboxes import Sandboxes
-from forkd.runtime.snapshots import Pruned, Snapshots, SnapshotView
+from forkd.runtime.snapshots import Pruning, Snapshots, SnapshotView
 from forkd.runtime.spawn import Spawner
 from forkd.runtime.templates import Templates
 from forkd.runtime.upkeep import Upkeep
 from forkd.runtime.workspaces import Workspaces
-from forkd.store.retention import RetentionPolicy
+from forkd.store.retention import Policy as RetentionPolicy
 
 
 @dataclass(frozen=True)
@@ -116,17 +117,22 @@ class Runtime:
         """
         records = self.registry.list_sandboxes()
         alive, used = {record.id for record in records}, {record.snapshot_tag for record in records}
-        for view in self.snapshots.list():
-            if is_left_over(view, alive, used):
+        left = {view.tag for view in self.snapshots.list() if is_left_over(view, alive, used)}
+        removed: set[SnapshotTag] | None = None
+        while left and removed != set():  # those that lie over others go first, in as many rounds as that takes
+            removed = set()
+            for tag in left:
                 with contextlib.suppress(Conflict, NotFound):
-                    await self.snapshots.remove(view.tag)
+                    await self.snapshots.remove(tag)
+                    removed.add(tag)
+            left -= removed
 
     async def lineage(self) -> Lineage:
         views, records = self.snapshots.list(), self.registry.list_sandboxes()
         # In a thread: it looks at files and processes of all.
         return await in_thread(lambda: find_lineage([self.snapshots.look_at(view) for view in views], records))
 
-    async def prune(self, policy: RetentionPolicy, *, dry_run: bool) -> Pruned:
+    async def prune(self, policy: RetentionPolicy, *, dry_run: bool) -> Pruning:
         """Never what a sandbox, a workspace or another snapshot needs."""
         in_use = {record.snapshot_tag for record in self.registry.list_sandboxes()}
         in_use |= {row.source_snapshot_tag for row in self.registry.list_workspaces()}

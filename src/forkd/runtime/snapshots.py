@@ -26,7 +26,8 @@ from forkd.runtime.origin import Ancestry, Branch, Origin, TemplateView
 from forkd.runtime.registry import Registry, SandboxRecord, SnapshotJob
 from forkd.runtime.templates import Templates
 from forkd.store.manifest import Manifest
-from forkd.store.retention import Doomed, RetentionPolicy, choose_to_prune
+from forkd.store.retention import Policy as RetentionPolicy
+from forkd.store.retention import Pruned, Stored, choose_to_prune
 from forkd.store.snapshots import Snapshot, SnapshotStore
 
 _log = logging.getLogger(__name__)
@@ -77,8 +78,8 @@ class SnapshotDetail:
 
 
 @dataclass(frozen=True)
-class Pruned:
-    removed: tuple[Doomed, ...]
+class Pruning:
+    removed: tuple[Pruned, ...]
     kept: int
 
 
@@ -148,7 +149,7 @@ class Snapshots:
         return SnapshotDetail(
             view,
             memory_logical_bytes=view.manifest.machine.memory_mib * 2**20,
-            memory_physical_bytes=snapshot.memory_bytes(),
+            memory_physical_bytes=_on_disk(snapshot, "memory", "pages", "extents"),
             vmstate_bytes=sum(entry.size for name, entry in view.manifest.files.items() if name == "state"),
             ancestors=tuple(each.manifest.tag for each in snapshot.ancestors),
             dependents=self.store.dependents(view.tag),
@@ -241,7 +242,7 @@ class Snapshots:
         """
         parsed = parse_tag(tag)
         given_up = await self._give_up(parsed)
-        removed = (parsed,)
+        removed: tuple[SnapshotTag, ...] = (parsed,)
         if not given_up:
             failed = self._registry.find_job(parsed) is not None
             try:
@@ -265,10 +266,12 @@ class Snapshots:
         self._events.emit("snapshot.ready", snapshot_tag=to, data={"compacted": tag})
         return self.get(to)
 
-    async def prune(self, policy: RetentionPolicy, in_use: Collection[str], *, dry_run: bool) -> Pruned:
+    async def prune(self, policy: RetentionPolicy, in_use: Collection[str], *, dry_run: bool) -> Pruning:
         """By rules. One that came into use meanwhile stays."""
-        listing = await in_thread(self.store.list)
-        doomed = choose_to_prune(listing.snapshots, policy, frozenset(in_use), time.time())
+        stored = [_stored(snapshot) for snapshot in (await in_thread(self.store.list)).snapshots]
+        # What no branch made is not pruned.
+        made = {view.tag for view in self.list() if view.manifest is not None and view.manifest.origin is None}
+        doomed = choose_to_prune(stored, policy, {*made, *map(SnapshotTag, in_use)}, time.time())
         removed = []
         for each in doomed:
             if not dry_run:
@@ -278,7 +281,7 @@ class Snapshots:
                     _log.info("Snapshot %s is not pruned: %s", each.tag, error.message)
                     continue
             removed.append(each)
-        return Pruned(tuple(removed), len(listing.snapshots) - len(removed))
+        return Pruning(tuple(removed), len(stored) - len(removed))
 
     async def close(self) -> None:
         """The daemon stops: unfinished jobs are given up, and recorded as failed for the next daemon."""
@@ -408,7 +411,19 @@ def find_ancestry(manifest: Manifest) -> Ancestry:
     origin = manifest.origin
     if origin is None:
         return Ancestry()
-    return Ancestry(origin.branched_from, origin.lineage, origin.depth + 1, manifest.created_at_unix)
+    return Ancestry(origin.branched_from, origin.lineage, origin.depth + 1, origin.at_unix)
+
+
+def _stored(snapshot: Snapshot) -> Stored:
+    manifest = snapshot.manifest
+    parent = None if manifest.parent is None else manifest.parent.tag
+    auto = manifest.origin is not None and manifest.origin.auto
+    return Stored(manifest.tag, manifest.created_at_unix, snapshot.disk_bytes(), parent, auto)
+
+
+def _on_disk(snapshot: Snapshot, *names: str) -> int:
+    places = (snapshot.directory / name for name in names if name in snapshot.manifest.files)
+    return sum(place.stat().st_blocks * 512 for place in places)
 
 
 def _ready(snapshot: Snapshot) -> SnapshotView:

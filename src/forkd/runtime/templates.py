@@ -176,7 +176,7 @@ class Templates:
     async def _make(self, key: Key, frozen: Frozen, tag: str) -> Template:
         # One at a time: each takes a core, and room that the next one counts.
         async with self._turn:
-            for outdated in [each for each in self._ready.values() if each.key.directory == key.directory]:
+            for outdated in [each for at, each in self._ready.items() if at.directory == key.directory]:
                 await self._end(outdated)
             await self._make_room(EXPECTED_MIB)
             if available_mib() < RESERVE_MIB + EXPECTED_MIB:

@@ -41,6 +41,7 @@ class Origin:
     branched_from: str | None = None  # a sandbox; or "compact:<tag>"
     lineage: str | None = None
     depth: int = 0
+    at_unix: float | None = None  # when it was frozen, to the microsecond
     mode: str | None = None
     pause_ms: float | None = None
     diff_ms: float | None = None
@@ -179,7 +180,7 @@ def _parse_origin(raw: dict[str, Any]) -> Origin:
     """Fields of newer versions are ignored."""
     fields: dict[str, Any] = {"auto": _typed(raw, "auto", bool)}
     fields |= {key: _text(raw, key) for key in ("branched_from", "lineage", "mode", "checkpoint") if key in raw}
-    fields |= {key: _number(raw, key, int, float) for key in ("pause_ms", "diff_ms") if key in raw}
+    fields |= {key: _number(raw, key, int, float) for key in ("at_unix", "pause_ms", "diff_ms") if key in raw}
     fields |= {key: _number(raw, key, int) for key in ("depth", "bytes_dirty", "bytes_written") if key in raw}
     return Origin(**fields)
 

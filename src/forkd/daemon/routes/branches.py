@@ -29,7 +29,7 @@ from forkd.model.names import parse_tag
 from forkd.runtime.branches import BranchRequest, Mode
 from forkd.runtime.derive import DeriveRequest
 from forkd.runtime.freeze import Warmup
-from forkd.store.retention import RetentionPolicy
+from forkd.store.retention import Policy as RetentionPolicy
 from forkd.wire.api import CheckpointInfo, PruneResult, SandboxInfo, SnapshotInfo, VerifyResult
 
 _PAUSE = {"X-Forkd-Pause-Ms": "How long the source stood still"}

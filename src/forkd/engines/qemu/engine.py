@@ -45,7 +45,8 @@ class Role(enum.Enum):
 
     PARENT = "parent"  # boots, to be frozen
     SANDBOX = "sandbox"
-    TEMPLATE = "template"  # stands still, to be forked
+    TEMPLATE = "template"  # rehearses, then stands still, to be forked
+    STILL = "still"  # the same, and never runs
 
 
 # Tried once: it takes some milliseconds, and what forbids it lasts.
@@ -92,9 +93,9 @@ class QemuEngine:
             return "a VM under KVM belongs to the process that made it"
         return find_tracing_lack()
 
-    async def template(self, frozen: Frozen, directory: Path) -> Machine:
+    async def template(self, frozen: Frozen, directory: Path, *, run: bool = True) -> Machine:
         self._require_live_forks()
-        return self._start(frozen, directory, NO_LIMITS, Role.TEMPLATE)
+        return self._start(frozen, directory, NO_LIMITS, Role.TEMPLATE if run else Role.STILL)
 
     async def fork_live(
         self,
@@ -174,5 +175,5 @@ class QemuEngine:
         machine = QemuMachine(directory, process, phases, Monitor(control), channel=channel, group=group)
         calls = render_calls() if forkable else []
         set_up = (lambda pid: make_private(pid, content, calls)) if loads and traceable else None
-        machine.start(incoming, set_up)
+        machine.start(incoming, set_up, run=role is not Role.STILL)
         return machine

@@ -53,9 +53,9 @@ class QemuMachine(ProcessMachine):
         self.forking = asyncio.Lock()
         self.fork_thread: ForkThread | None = None
 
-    def start(self, state: Incoming | None, set_up: SetUp | None) -> None:
-        """`set_up`: what is done, in a thread, to its process before that loads the state."""
-        starting = self._begin(self._start(state, set_up))
+    def start(self, state: Incoming | None, set_up: SetUp | None, *, run: bool = True) -> None:
+        """`set_up`: what is done, in a thread, to its process before that loads the state; then its guest runs."""
+        starting = self._begin(self._start(state, set_up, run=run))
         if state is not None:
             starting.add_done_callback(lambda _: state.close())
 
@@ -63,7 +63,7 @@ class QemuMachine(ProcessMachine):
         """Of a fork: in the session of its source's monitor."""
         self._begin(self._go_on(paused=paused))
 
-    async def _start(self, state: Incoming | None, set_up: SetUp | None) -> None:
+    async def _start(self, state: Incoming | None, set_up: SetUp | None, *, run: bool) -> None:
         with self._told():
             await self.monitor.connect()
             self.phases.mark("process start", time.monotonic())
@@ -73,8 +73,10 @@ class QemuMachine(ProcessMachine):
             if state is not None:
                 await self.monitor.load_state(state)
                 self.phases.mark("state load", time.monotonic())
-                await self.monitor.execute("cont")
-                self.phases.mark("resume", time.monotonic())
+                self._paused = not run
+                if run:
+                    await self.monitor.execute("cont")
+                    self.phases.mark("resume", time.monotonic())
 
     async def _go_on(self, *, paused: bool) -> None:
         with self._told():
