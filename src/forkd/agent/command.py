@@ -275,6 +275,8 @@ class Command(Stream):
 def parse_plan(request: Request, base_env: Dict[str, str]) -> Plan:
     if "archive" in request:
         plan = Plan([], base_env, (0, 0, 0))
+        if request["archive"] == "changes":
+            plan.keep = request["facts"]["roots"] or ()
         plan.task = parse_task(request)
         return plan
     argv = request.get("argv")
