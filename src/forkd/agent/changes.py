@@ -3,7 +3,8 @@
 The initramfs opens the upper directory and the image below it, which have no path after that, and leaves both open to
 the agent. It writes JSON lines: what the clocks said, then an entry for each path, then the end.
 
-`file` is what is there now, null when it was removed; `base` what the image has there, null when it has nothing. A
+The root and /tmp come first; their `ctime_ns` tells whether something was made or removed in them. `file` is what is
+there now, null when it was removed; `base` what the image has there, null when it has nothing. A
 removed directory is one entry. Of a directory that replaced one of the image, what it lacks is named as removed. The
 overlay is mounted without redirects and without metacopy; should there be one, the answer is an error.
 """
@@ -17,17 +18,20 @@ import stat
 import time
 
 from forkd.agent.files import render_stat
+from forkd.agent.fingerprint import fingerprint
 from forkd.agent.stream import Refused
 from forkd.wire.agent import IMAGE_FD, UPPER_FD
 from forkd.wire.archive import MAX_DEPTH, PIECE_BYTES, Exceeded
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Callable, Dict, Generator, Iterator, List, Set, Tuple
+    from typing import Any, Callable, Dict, Generator, Iterator, List, Set
 
     from forkd.agent.stream import Request
 
 MAX_CHANGES = 200_000
+_DISK = "/dev/vda"
+_BLOCK_BYTES = 4096
 _MAX_HASHED_BYTES = 4 << 30
 _BREATH_BYTES = 64 << 20  # so much is hashed in silence
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -39,16 +43,26 @@ _IDENTITY = ("/etc/hostname", "/etc/machine-id")
 _OPAQUE, _REDIRECT, _METACOPY = "trusted.overlay.opaque", "trusted.overlay.redirect", "trusted.overlay.metacopy"
 
 
-def find_roots() -> Tuple[int, int] | None:
-    """The image and the upper directory, where the initramfs has opened them; None on a host."""
+class Roots:
+    """The image and the upper directory, open, and what tells the image from others: a digest of its first block."""
+
+    def __init__(self, image: int, upper: int, digest: str) -> None:
+        self.image = image
+        self.upper = upper
+        self.digest = digest
+
+
+def find_roots() -> Roots | None:
+    """Where the initramfs has opened them; None on a host."""
     try:
         for fd in (IMAGE_FD, UPPER_FD):
             if not stat.S_ISDIR(os.fstat(fd).st_mode):
                 return None
             os.set_inheritable(fd, False)
+        with open(_DISK, "rb", buffering=0) as disk:
+            return Roots(IMAGE_FD, UPPER_FD, fingerprint(disk.read(_BLOCK_BYTES)))
     except OSError:
         return None
-    return IMAGE_FD, UPPER_FD
 
 
 def parse_changes(request: Request, write: Callable[[bytearray], None]) -> Callable[[], None]:
@@ -62,12 +76,12 @@ def parse_changes(request: Request, write: Callable[[bytearray], None]) -> Calla
     return lambda: _send(roots, facts, Walk(since_ns, hashed), write)
 
 
-def _send(roots: Tuple[int, int], facts: Dict[str, Any], walk: Walk, write: Callable[[bytearray], None]) -> None:
-    held = bytearray(_render(dict(facts, now_ns=time.time_ns())))
+def _send(roots: Roots, facts: Dict[str, Any], walk: Walk, write: Callable[[bytearray], None]) -> None:
+    held = bytearray(_render(dict(facts, image=roots.digest, now_ns=time.time_ns())))
     # Who waits for the first line may compare its clock with ours.
     write(held)
     held.clear()
-    for line in walk.lines(*roots):
+    for line in walk.lines(roots.image, roots.upper):
         held += line
         if len(held) >= PIECE_BYTES or line == b"\n":
             write(held)
@@ -89,13 +103,16 @@ class Walk:
     def lines(self, image: int, upper: int) -> Iterator[bytes]:
         # Opened anew: those that we were given share their place in the listing with everybody.
         with _Opened(".", image) as base, _Opened(".", upper) as top:
+            yield from self._entry("/", ".", os.fstat(top), top, base)
             yield from self._list("", top, base, False, 0)
         yield from self._list_tmp()
 
     def _list_tmp(self) -> Iterator[bytes]:
         try:
             with _Opened("/tmp", None) as top:
-                if os.fstat(top).st_dev != os.stat("/").st_dev:
+                found = os.fstat(top)
+                if found.st_dev != os.stat("/").st_dev:
+                    yield from self._entry("/tmp", ".", found, top, top)
                     yield from self._list("/tmp", top, -1, False, 1)
         except (FileNotFoundError, NotADirectoryError):
             return

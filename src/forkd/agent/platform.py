@@ -17,6 +17,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Dict, List, Tuple
 
+    from forkd.agent.changes import Roots
+
 _MACHINE_ID_BYTES = 33
 _MAX_STEPS = 100
 RNDADDENTROPY = 0x40085203
@@ -82,8 +84,7 @@ class MachineIdFile:
 
 
 class Platform:
-    def __init__(self, root: str = "", roots: Tuple[int, int] | None = None) -> None:
-        """`roots`: the image, and what is written over it, as open directories."""
+    def __init__(self, root: str = "", roots: Roots | None = None) -> None:
         self._roots = roots
         self._began_ns = 0
         self._born_ns = 0

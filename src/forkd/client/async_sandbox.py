@@ -25,7 +25,8 @@ from forkd.client.arguments import (
     port_of,
 )
 from forkd.client.async_controller import AsyncController
-from forkd.client.async_copying import DEFAULT_MAX_BYTES, async_download, async_upload
+from forkd.client.async_copying import DEFAULT_MAX_BYTES, async_copy, async_download, async_upload
+from forkd.client.async_merging import AsyncMerging
 from forkd.client.async_processes import AsyncCommands, AsyncPty, async_follow
 from forkd.client.async_renewal import AsyncRenewal
 from forkd.client.async_spawn import AsyncSandboxes, async_spawn
@@ -91,6 +92,13 @@ class AsyncFiles:
         """
         return await async_download(self._controller, self._id, guest_path(remote), Path(local), max_bytes=max_bytes)
 
+    async def copy_to(self, path: GuestPath, other: AsyncSandbox, to: GuestPath) -> CopyInfo:
+        """A file or directory into another sandbox. `to` is the name of the copy; a directory there is filled.
+
+        It goes through this process as it comes. The other one must be of the same daemon.
+        """
+        return await async_copy(self._controller, self._id, guest_path(path), other.id, guest_path(to))
+
     async def list(self, path: GuestPath = ".") -> builtins.list[EntryInfo]:
         listing = await self._controller.list_files(self._id, guest_path(path))
         if listing["truncated"]:
@@ -129,7 +137,7 @@ class AsyncFiles:
         return True
 
 
-class AsyncSandbox(AsyncOpening):
+class AsyncSandbox(AsyncMerging, AsyncOpening):
     """Fork one from `tag` (else FORKD_TAG, else "pyagent"). In a `with` block it is killed at the end.
 
     With `spawn=False` the one whose guest_addr is `target` (else FORKD_TARGET) is found instead. `timeout` is for

@@ -26,8 +26,9 @@ from forkd.client.arguments import (
     port_of,
 )
 from forkd.client.controller import Controller
-from forkd.client.copying import DEFAULT_MAX_BYTES, download, upload
+from forkd.client.copying import DEFAULT_MAX_BYTES, copy, download, upload
 from forkd.client.lifetime import DEFAULT_LIFETIME_S, Lifetime
+from forkd.client.merging import Merging
 from forkd.client.output import Callback
 from forkd.client.processes import Commands, Pty, follow
 from forkd.client.renewal import Renewal
@@ -90,6 +91,13 @@ class Files:
         """
         return download(self._controller, self._id, guest_path(remote), Path(local), max_bytes=max_bytes)
 
+    def copy_to(self, path: GuestPath, other: Sandbox, to: GuestPath) -> CopyInfo:
+        """A file or directory into another sandbox. `to` is the name of the copy; a directory there is filled.
+
+        It goes through this process as it comes. The other one must be of the same daemon.
+        """
+        return copy(self._controller, self._id, guest_path(path), other.id, guest_path(to))
+
     def list(self, path: GuestPath = ".") -> builtins.list[EntryInfo]:
         listing = self._controller.list_files(self._id, guest_path(path))
         if listing["truncated"]:
@@ -128,7 +136,7 @@ class Files:
         return True
 
 
-class Sandbox(Opening):
+class Sandbox(Merging, Opening):
     """Fork one from `tag` (else FORKD_TAG, else "pyagent"). In a `with` block it is killed at the end.
 
     With `spawn=False` the one whose guest_addr is `target` (else FORKD_TARGET) is found instead. `timeout` is for

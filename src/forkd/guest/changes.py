@@ -59,6 +59,7 @@ class Clocks:
     by how much it moved.
     """
 
+    image: str  # tells it from other images
     now_ns: int
     host_before_ns: int
     host_after_ns: int
@@ -148,7 +149,11 @@ def parse_clocks(answer: dict[str, Any], before_ns: int, after_ns: int) -> Clock
     for step in steps:
         if not isinstance(step, list) or len(step) != 2 or not all(map(_is_number, step)):
             raise ProtocolError("The guest did not say how its clock was set")
+    image = get_text(answer, "image", 64)
+    if not _SHA256.fullmatch(image):
+        raise ProtocolError("The guest did not say which image it has")
     return Clocks(
+        image=image,
         now_ns=get_int(answer, "now_ns"),
         host_before_ns=before_ns,
         host_after_ns=after_ns,
@@ -170,6 +175,8 @@ def parse_change(answer: dict[str, Any]) -> Change:
 def _check_path(path: str) -> None:
     """Absolute, a step down at a time, and of bytes that a file name can have."""
     steps = path.split("/")
+    if path == "/":
+        return
     if steps[0] or len(steps) < 2 or any(step in ("", ".", "..") for step in steps[1:]) or "\0" in path:
         raise ProtocolError(f"The guest listed a path that is not valid: {ascii(path)[:80]}")
     try:
