@@ -162,7 +162,7 @@ def render_patch(each: Difference, old: bytes, new: bytes) -> Iterator[str]:
         "/dev/null" if facts is None else f"{side}{each.path}"
         for side, facts in (("a", each.before), ("b", each.after))
     ]
-    for line in difflib.unified_diff(_split(before), _split(after), *names):
+    for line in difflib.unified_diff(_split(before), _split(after), names[0], names[1]):
         yield line.rstrip("\n")
         if not line.endswith("\n"):
             yield _NO_NEWLINE

@@ -8,7 +8,7 @@ changed counts as changed, so that a doubt becomes a conflict and no change is l
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from forkd.client.written import Change, Changes, Clocks, Difference, Facts, compare, is_same, parents_of
 
@@ -67,7 +67,10 @@ class SinceBase:
             return Touch(not _is_untouched(now, then))
         known = now or then
         assert known is not None
-        return Touch(_plain(side.state(path, known.base)) != _plain(self._base.state(path, known.base)))
+        here, there = side.state(path, known.base), self._base.state(path, known.base)
+        # A directory is also written when something in it is.
+        directories = here is not None and there is not None and here.type == there.type == "dir"
+        return Touch(not is_same(here, there) if directories else here is not there)
 
 
 class SinceTime:
@@ -172,15 +175,8 @@ def _is_untouched(now: Change, then: Change) -> bool:
         return now.file is then.file  # the kernel may use one inode for all that was removed
     if _is_directory(now) and _is_directory(then):
         return is_same(now.file, then.file) is True  # its ctime is about what is in it
-    return (now.ino, now.ctime_ns, _plain(now.file)) == (then.ino, then.ctime_ns, _plain(then.file))
+    return (now.ino, now.ctime_ns) == (then.ino, then.ctime_ns)
 
 
 def _is_directory(entry: Change) -> bool:
     return entry.file is not None and entry.file.type == "dir"
-
-
-def _plain(facts: Facts | None) -> Facts | None:
-    """What is compared without looking at contents."""
-    if facts is not None and facts.type == "dir":
-        return replace(facts, mtime_ns=0, size=0)
-    return None if facts is None else replace(facts, sha256=None)

@@ -11,6 +11,9 @@ from forkd.errors import ProtocolError
 
 Kind = Literal["added", "removed", "changed"]
 
+# What two forks write right after the fork can get the same inode and, before the clock's first tick, the same time.
+_RECENT_NS = 5 * 10**9
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -126,9 +129,10 @@ def parents_of(path: str) -> Iterator[str]:
 def compare(before: Changes, after: Changes) -> Comparison:
     """Times are not compared, nor the sizes of directories."""
     differences, undecided = [], []
+    long_ago_ns = min(before.clocks.began_ns, after.clocks.began_ns) - _RECENT_NS
     for path in sorted(before.entries.keys() | after.entries.keys()):
         old, new = before.entries.get(path), after.entries.get(path)
-        if old is not None and new is not None and _is_same_inode(old, new):
+        if old is not None and new is not None and old.ctime_ns <= long_ago_ns and _is_same_inode(old, new):
             continue
         known = new if old is None else old
         base = None if known is None else known.base

@@ -71,7 +71,8 @@ class Clocks:
 class ChangeCalls(Caller):
     async def changes(self, *, since_ns: int = 0, sha256: bool = False) -> AsyncGenerator[Clocks | Change | None, None]:
         """The clocks; then each path whose ctime is later than `since_ns`; None when it is busy with a large file."""
-        request = {"archive": "changes", "since_ns": since_ns, "sha256": sha256, "stdin": False}
+        # An agent from before asks for a path first.
+        request = {"archive": "changes", "path": "/", "since_ns": since_ns, "sha256": sha256, "stdin": False}
         reader, errors = ChangeReader(time.time_ns()), bytearray()
         async with Process(self.channel, request, TRANSFER_S) as process:
             await _started(process)
