@@ -36,7 +36,9 @@ COMMANDS = {
     "exec": Subcommand("exec", "run a command in a sandbox", True),
     "shell": Subcommand("exec", "open a shell in a sandbox", True),
     "eval": Subcommand("evaluate", "evaluate Python in a sandbox's warmed interpreter"),
-    "cp": Subcommand("cp", "copy files into and out of a sandbox"),
+    "cp": Subcommand("cp", "copy files into and out of a sandbox, or between two"),
+    "diff": Subcommand("compare", "compare the files of two sandboxes or snapshots"),
+    "merge": Subcommand("compare", "bring the files of a sandbox to its parent"),
     "logs": Subcommand("logs", "show a sandbox's console, or a process's output"),
     "timeout": Subcommand("inspect", "set or extend the deadline of sandboxes"),
     "rename": Subcommand("sandboxes", "give a sandbox a name"),
@@ -73,7 +75,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 GROUPS: dict[str, tuple[str, ...]] = {
     "Sandboxes": (
-        *("run", "fork", "ls", "inspect", "exec", "shell", "eval", "cp", "logs"),
+        *("run", "fork", "ls", "inspect", "exec", "shell", "eval", "cp", "diff", "merge", "logs"),
         *("timeout", "rename", "pause", "resume", "rm"),
     ),
     "Branches": ("branch", "checkpoint", "rewind", "promote", "tree"),

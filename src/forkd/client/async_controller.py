@@ -330,8 +330,11 @@ class AsyncController(AsyncBranchRoutes):
     async def read_file(self, sandbox_id: str, path: GuestPath) -> bytes:
         return await self._send(_read_file(sandbox_id, path))
 
-    def read_file_stream(self, sandbox_id: str, path: GuestPath) -> AsyncGenerator[bytes, None]:
-        return self.transport.download(_read_file(sandbox_id, path))
+    def read_file_stream(
+        self, sandbox_id: str, path: GuestPath, length: int | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """All of it, or its first `length` bytes."""
+        return self.transport.download(_read_file(sandbox_id, path, length))
 
     async def write_file(
         self,
@@ -361,11 +364,18 @@ class AsyncController(AsyncBranchRoutes):
         query = query_of(path=path_text(path))
         return self.transport.download(get(bytes, "sandboxes", sandbox_id, "archive", query=query))
 
-    async def write_archive(self, sandbox_id: str, path: GuestPath, content: AsyncData) -> api.ArchiveWritten:
-        """Unpack a tar archive into a directory, which is made."""
+    async def write_archive(
+        self, sandbox_id: str, path: GuestPath, content: AsyncData, keep: bool = False
+    ) -> api.ArchiveWritten:
+        """Unpack a tar archive into a directory, which is made. `keep`: owners and set-id bits too."""
         route = (API, "sandboxes", sandbox_id, "archive")
-        sent = async_content_of(content)
-        return await self._send(Call(api.ArchiveWritten, "PUT", route, query_of(path=path_text(path)), content=sent))
+        query = query_of(path=path_text(path), keep="true" if keep else None)
+        return await self._send(Call(api.ArchiveWritten, "PUT", route, query, content=async_content_of(content)))
+
+    def read_changes(self, sandbox_id: str, since_ns: int = 0, sha256: bool = False) -> AsyncGenerator[bytes, None]:
+        """What was written over the image, as JSON lines. `Sandbox.changes` reads them."""
+        query = query_of(since=since_ns or None, sha256="true" if sha256 else None)
+        return self.transport.download(get(bytes, "sandboxes", sandbox_id, "changes", query=query))
 
     async def remove_file(self, sandbox_id: str, path: GuestPath, recursive: bool = False) -> None:
         query = query_of(path=path_text(path), recursive="true" if recursive else None)
@@ -416,5 +426,5 @@ class AsyncController(AsyncBranchRoutes):
         await self._send(delete("workspaces", name))
 
 
-def _read_file(sandbox_id: str, path: GuestPath) -> Call[bytes]:
-    return get(bytes, "sandboxes", sandbox_id, "files", query=query_of(path=path_text(path)))
+def _read_file(sandbox_id: str, path: GuestPath, length: int | None = None) -> Call[bytes]:
+    return get(bytes, "sandboxes", sandbox_id, "files", query=query_of(path=path_text(path), length=length))

@@ -237,6 +237,35 @@ class ArchiveWritten(TypedDict):
     skipped: list[LeftOut]
 
 
+class FileFacts(TypedDict):
+    type: Literal["file", "dir", "symlink", "fifo", "socket", "char", "block", "unknown"]
+    size: int
+    mode: int
+    uid: int
+    gid: int
+    mtime_ns: int
+    target: str | None
+    sha256: str | None
+
+
+class ChangeInfo(TypedDict):
+    path: str
+    ctime_ns: int
+    ino: int
+    file: FileFacts | None  # None: it was removed
+    base: FileFacts | None  # as the image has it
+
+
+class ChangesHead(TypedDict):
+    image: str
+    now_ns: int
+    host_before_ns: int
+    host_after_ns: int
+    began_ns: int
+    born_ns: int
+    steps: list[list[int]]
+
+
 class Event(TypedDict):
     id: int
     ts_unix: float
