@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 # Packages of the server extra. Any other missing package is a bug of ours.
 _SERVER_PACKAGES = frozenset(
-    {"httptools", "lz4", "prometheus_client", "pydantic", "qemu", "rich", "starlette", "uvicorn"}
+    {
+        *("cryptography", "httptools", "lz4", "prometheus_client", "pydantic"),
+        *("qemu", "rich", "starlette", "uvicorn", "zstandard"),
+    }
 )
 
 

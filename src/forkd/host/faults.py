@@ -26,6 +26,9 @@ POINTS = (
     "snapshot.frozen",
     "snapshot.sealed",
     "snapshot.published",  # under its tag, the record still says writing
+    "unpack.staged",  # all of a pack is written and checked, nothing is visible
+    "unpack.image",  # its image is there
+    "unpack.published",  # one snapshot of its chain is there
     "delete.marked",
     "delete.killed",  # no process, the row still says stopping
     "delete.removed",

@@ -22,6 +22,8 @@ from forkd.host.files import (
     STAGING_PREFIX,
     digest_file,
     enough_disk,
+    publish_directory,
+    scratch_directory,
     staged_directory,
     sweep_staging,
     verify_files,
@@ -135,6 +137,33 @@ class SnapshotStore:
 
                 yield staging, seal
                 assert (staging / _MANIFEST).is_file(), "a snapshot was not sealed"
+
+    def read_manifest(self, tag: SnapshotTag) -> bytes:
+        """As it is on disk: a layer knows its parent by the hash of it. Raises NotFound, SnapshotDamaged."""
+        return self._read(tag)
+
+    @contextlib.contextmanager
+    def staged(self) -> Iterator[Path]:
+        """A directory for snapshots that are made elsewhere, each in one of its own; for `adopt`."""
+        with _writable(self.root), enough_disk(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            sweep_staging(self.root)
+        with scratch_directory(self.root) as staging:
+            yield staging
+
+    def adopt(self, tag: SnapshotTag, directory: Path, manifest: bytes, *, replace_existing: bool) -> None:
+        """Give a tag to a directory of `staged` that has all files of this manifest."""
+        final = self._path(tag)
+        (directory / _MANIFEST).write_bytes(manifest)
+        for path in directory.iterdir():
+            path.chmod(0o644)
+        directory.chmod(0o700)
+        with contextlib.ExitStack() as old, enough_disk(self.root):
+            if os.path.lexists(final):
+                if not replace_existing:
+                    raise Conflict(f"Snapshot {tag} exists already", hint="Choose another tag or pass --force")
+                old.enter_context(self._locked(tag, fcntl.LOCK_EX))
+            publish_directory(directory, final, replace=replace_existing)
 
     def remove(self, *tags: SnapshotTag) -> None:
         """All or none: unknown tags and tags in use are found before anything is removed."""
