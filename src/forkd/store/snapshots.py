@@ -142,6 +142,11 @@ class SnapshotStore:
         """As it is on disk: a layer knows its parent by the hash of it. Raises NotFound, SnapshotDamaged."""
         return self._read(tag)
 
+    def verify_whole(self, tag: SnapshotTag) -> None:
+        """Raises SnapshotDamaged unless all its files are there and unaltered."""
+        with self.held(tag):
+            pass
+
     @contextlib.contextmanager
     def staged(self) -> Iterator[Path]:
         """A directory for snapshots that are made elsewhere, each in one of its own; for `adopt`."""
