@@ -128,19 +128,22 @@ async def start_content(call: Call, content: Pieces) -> Response:
 
 
 class Content(Response):
-    """Of unknown length. When it fails half-way the connection is aborted: it must not look complete."""
+    """Of unknown length, unless the headers say it. When it fails half-way the connection is aborted: it must not look complete."""
 
     media_type = BYTES
 
-    def __init__(self, first: bytes, rest: Pieces) -> None:
-        super().__init__(None, 200)
+    def __init__(
+        self, first: bytes, rest: Pieces, *, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(None, status)
         del self.headers["content-length"]
+        self.headers.update(headers or {})
         self._first = first
         self._rest = rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call: Call = scope[CALL]
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async with call.while_connected(), aclosing(self._rest) as rest:
                 data = self._first

@@ -18,6 +18,7 @@ from forkd.host.marked import kill_marked
 from forkd.host.paths import DAEMON_LOCK, Home, ensure_home, ensure_private
 from forkd.host.system import start_time_ticks
 from forkd.runtime.events import EventLog
+from forkd.runtime.packs import Packs
 from forkd.runtime.recovery import recover
 from forkd.runtime.registry import Registry, SandboxRecord
 from forkd.runtime.sandboxes import Sandboxes
@@ -55,6 +56,7 @@ class Runtime:
         self.sandboxes = Sandboxes(home, engine, registry, self.events)
         self.templates = Templates(engine, home.vms, options.templates)
         self.snapshots = Snapshots(home, engine, registry, self.events, self.templates)
+        self.packs = Packs(home, engine, self.snapshots)
         drop_limits = options.unenforced_limits == "drop"
         spawner = Spawner(self.sandboxes, self.snapshots, self.templates, drop_limits=drop_limits)
         self.spawn, self.cancel_spawn = spawner.spawn, spawner.cancel
@@ -75,6 +77,7 @@ class Runtime:
             try:
                 await recover(runtime.sandboxes)
                 runtime.snapshots.recover()
+                runtime.packs.recover()
                 runtime.events.emit("daemon.started", data={"pid": os.getpid(), "engine": engine.name})
                 async with runtime.upkeep.running():
                     yield runtime
@@ -83,6 +86,7 @@ class Runtime:
 
     async def _close(self, options: RuntimeOptions) -> None:
         self.events.emit("daemon.stopping")
+        await self.packs.close()
         await self.snapshots.close()
         await self.templates.close()
         if options.on_stop == "kill":
