@@ -128,7 +128,10 @@ async def start_content(call: Call, content: Pieces) -> Response:
 
 
 class Content(Response):
-    """Of unknown length, unless the headers say it. When it fails half-way the connection is aborted: it must not look complete."""
+    """Of unknown length, unless the headers say it.
+
+    When it fails half-way the connection is aborted: it must not look complete.
+    """
 
     media_type = BYTES
 
