@@ -109,7 +109,9 @@ def test_a_file_name_that_leads_elsewhere_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("number", [0, FORMAT + 1, -1])
 def test_another_format_is_incompatible_not_damaged(number: int) -> None:
-    with pytest.raises(SnapshotIncompatible, match=f"format {number}, this forkd reads format {FORMAT}") as caught:
+    with pytest.raises(
+        SnapshotIncompatible, match=f"format {number}, this forkd reads formats 1 to {FORMAT}"
+    ) as caught:
         parse_manifest(changed(format=number), "warm")
     assert caught.value.hint is not None and "again" in caught.value.hint
 

@@ -29,6 +29,10 @@ POINTS = (
     "unpack.staged",  # all of a pack is written and checked, nothing is visible
     "unpack.image",  # its image is there
     "unpack.published",  # one snapshot of its chain is there
+    "layer.pages",  # written, their index is not
+    "layer.sealed",
+    "compact.written",  # whole, and not sealed
+    "delete.renamed",  # a snapshot has lost its tag, its files are there
     "delete.marked",
     "delete.killed",  # no process, the row still says stopping
     "delete.removed",

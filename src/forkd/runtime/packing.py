@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 
-from forkd.errors import SnapshotDamaged
 from forkd.image import ImageStore
-from forkd.model.names import SnapshotTag, parse_tag
+from forkd.model.names import SnapshotTag
 from forkd.store.keys import SigningKey
-from forkd.store.pack_manifest import MAX_CHAIN, PackedImage, PackedSnapshot, PackManifest, render_pack_manifest
+from forkd.store.pack_manifest import PackedImage, PackedSnapshot, PackManifest, render_pack_manifest
 from forkd.store.pack_write import Packer, scan_file
-from forkd.store.snapshots import SnapshotStore
+from forkd.store.snapshots import Snapshot, SnapshotStore
 
 _REMEMBERED = 32
 
@@ -33,45 +31,25 @@ class Packing:
     def opened(self, tag: SnapshotTag, *, image: bool = True) -> Iterator[OpenPack]:
         """Nothing of it can be removed while the block runs."""
         with contextlib.ExitStack() as stack:
-            chain = self._hold_chain(stack, tag)
-            parts = self._images.get_parts(chain[-1].manifest.image_id)
+            head = stack.enter_context(self._store.held(tag))
+            chain = tuple(self._describe(each) for each in (*head.ancestors, head))
+            parts = self._images.get_parts(head.manifest.image_id)
             files: dict[str, Path] = {}
             for each in chain:
                 files |= {f"{each.tag}/{name}": self._store.root / each.tag / name for name in each.files}
             packed = None
             if image:
-                packed = {role: scan_file(path, total.sha256) for role, (path, total) in parts.files.items()}
+                packed = {role: scan_file(path, total) for role, (path, total) in parts.files.items()}
                 files |= {f"+image/{role}": path for role, (path, _) in parts.files.items()}
-            manifest = PackManifest(chain, PackedImage(chain[-1].manifest.image_id, parts.facts, packed))
+            manifest = PackManifest(chain, PackedImage(head.manifest.image_id, parts.facts, packed))
             packer = Packer(manifest, self._signing.sign(render_pack_manifest(manifest)), files)
             stack.callback(packer.close)
             yield OpenPack(packer, self._sizes.get(packer.etag), self._remember)
 
-    def _hold_chain(self, stack: contextlib.ExitStack, tag: SnapshotTag) -> tuple[PackedSnapshot, ...]:
-        chain: list[PackedSnapshot] = []
-        wanted: SnapshotTag | None = tag
-        while wanted is not None:
-            if len(chain) == MAX_CHAIN or any(each.tag == wanted for each in chain):
-                raise SnapshotDamaged(
-                    f"The chain of snapshot {tag} has no end", hint="Compact it: forkd snapshot compact"
-                )
-            stack.enter_context(self._store.held(wanted))
-            chain.append(self._describe(wanted))
-            parent = chain[-1].parent
-            wanted = None if parent is None else parse_tag(parent[0])
-        return tuple(reversed(chain))
-
-    def _describe(self, tag: SnapshotTag) -> PackedSnapshot:
-        text = self._store.read_manifest(tag).decode()
-        manifest, raw = self._store.get(tag).manifest, json.loads(text)
-        files = {}
-        for name, total in manifest.files.items():
-            chunks = raw["files"][name].get("chunks")
-            hashes = None if chunks is None else tuple(chunks)
-            files[name] = scan_file(self._store.root / tag / name, total.sha256, hashes)
-        parent = raw.get("parent")
-        above = None if parent is None else (str(parent["tag"]), str(parent["hash"]))
-        return PackedSnapshot(tag, text, manifest, above, files)
+    def _describe(self, snapshot: Snapshot) -> PackedSnapshot:
+        manifest = snapshot.manifest
+        files = {name: scan_file(snapshot.directory / name, total) for name, total in manifest.files.items()}
+        return PackedSnapshot(manifest.tag, self._store.read_manifest(manifest.tag).decode(), manifest, files)
 
     def _remember(self, etag: str, sizes: list[int]) -> None:
         self._sizes[etag] = sizes

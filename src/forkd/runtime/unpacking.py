@@ -9,18 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forkd.engines.base import BootSpec, Engine, Frozen
-from forkd.errors import Conflict, ForkdError, InvalidInput, NoCapacity, NotFound, SnapshotIncompatible
+from forkd.errors import Conflict, ForkdError, InvalidInput, NoCapacity, NotFound, SnapshotDamaged, SnapshotIncompatible
 from forkd.host.faults import fault_point
 from forkd.host.files import FileSum
 from forkd.host.paths import nearest_existing
 from forkd.image import ImageStore
 from forkd.image.transfer import parse_facts
 from forkd.model.names import SnapshotTag, parse_tag
+from forkd.store.chain import follow_chain, read_snapshot
 from forkd.store.keys import TrustList, verify_signature
 from forkd.store.manifest import render_manifest
 from forkd.store.pack_manifest import PackedImage, PackedSnapshot, PackManifest, refused
 from forkd.store.pack_read import Places, Unpacker
-from forkd.store.snapshots import SnapshotStore
+from forkd.store.snapshots import Snapshot, SnapshotStore
 
 SPARE_BYTES = 512 << 20  # of the disk that no pack may fill
 
@@ -96,18 +97,19 @@ class Import:
         """Root first, head last: whatever is visible stands on what is complete."""
         with self._stack:
             manifest = self.unpacker.finish()
+            snapshots = self._read_staged()
             fault_point("unpack.staged")
             if self._publish_image is not None:
                 self._publish_image()
                 fault_point("unpack.image")
             made, reused = [], []
-            for target in self._targets:
+            for target, snapshot in zip(self._targets, snapshots, strict=True):
                 if target.directory is None:
                     self._hold_reused(target)
                     reused.append(target.tag)
                     continue
                 self._check_free(target.tag)
-                self._store.adopt(target.tag, target.directory, target.manifest, replace_existing=self._options.force)
+                self._store.adopt(snapshot, target.manifest, replace_existing=self._options.force)
                 made.append(target.tag)
                 fault_point("unpack.published")
         if self._new_key and self.key is not None:
@@ -121,6 +123,21 @@ class Import:
             key=self.key,
             warning=self._warning,
         )
+
+    def _read_staged(self) -> list[Snapshot]:
+        """The chain as it will be. What its layers say of pages is looked at before anybody can see it."""
+        known = {target.tag: target for target in self._targets}
+
+        def read(tag: str) -> Snapshot:
+            target = known[SnapshotTag(tag)]
+            return read_snapshot(target.manifest, target.directory or self._store.root / tag, tag)
+
+        head = follow_chain(self._targets[-1].tag, read)
+        try:
+            _ = head.runs
+        except SnapshotDamaged as error:
+            raise refused(error.message) from error
+        return [*head.ancestors, head]
 
     def _hold_reused(self, target: _Target) -> None:
         self._stack.enter_context(self._store.held(target.tag))
@@ -182,8 +199,8 @@ class Import:
         self._check_free(tag)
         try:
             if self._store.read_manifest(tag) == text:
-                self._store.verify_whole(tag)
-                return tag, text, True
+                with self._store.held(tag):
+                    return tag, text, True
         except NotFound:
             return tag, text, False
         except ForkdError:
@@ -191,6 +208,7 @@ class Import:
         if not self._options.force:
             more = ", or give the head another name: --tag" if last else ""
             raise Conflict(f"There is another snapshot {tag}", hint=f"Remove it, say --force to replace it{more}")
+        self._store.refuse_to_replace_below_layers(tag)
         return tag, text, False
 
     def _place_image(self, image: PackedImage, *, here: bool) -> dict[str, Path | None]:

@@ -14,13 +14,14 @@ from typing import Any
 
 from forkd.errors import ForkdError, SnapshotDamaged, SnapshotIncompatible
 from forkd.model.names import parse_tag
-from forkd.store.manifest import Manifest, parse_manifest
+from forkd.store.chain import MANIFEST, MAX_DEPTH
+from forkd.store.manifest import Manifest, Parent, parse_manifest
 
 KIND = "forkd-pack"
 VERSION = 1
 BLOCK = 64 * 1024  # a block of zeros is not in the pack
 MAX_MANIFEST_BYTES = 8 << 20
-MAX_CHAIN = 64
+MAX_CHAIN = MAX_DEPTH + 1
 MAX_FILES = 16
 MAX_FILE_BYTES = 1 << 40
 ROLES = ("root", "kernel", "initrd")
@@ -28,7 +29,6 @@ ROLES = ("root", "kernel", "initrd")
 _FILE = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _IMAGE_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
-_RESERVED = frozenset({"manifest.json"})
 
 Extent = tuple[int, int]  # start and length, in bytes
 
@@ -40,7 +40,7 @@ class PackedFile:
     size: int
     sha256: str
     extents: tuple[Extent, ...]
-    chunks: tuple[str, ...] | None = None
+    chunks: tuple[str, ...] = ()
 
     @property
     def stored(self) -> int:
@@ -54,7 +54,6 @@ class PackedSnapshot:
     tag: str
     text: str
     manifest: Manifest
-    parent: tuple[str, str] | None  # tag and hash
     files: Mapping[str, PackedFile]
 
     @property
@@ -222,46 +221,31 @@ def _objects(value: list[Any], most: int) -> list[dict[str, Any]]:
 def _parse_snapshot(raw: _Raw) -> PackedSnapshot:
     tag, text = parse_tag(raw.get("tag", str)), raw.get("manifest", str)
     manifest = parse_manifest(text.encode(), tag)
-    own = _parse_object(text.encode())
     listed = raw.get("files", dict)
     if set(listed) != set(manifest.files) or len(listed) > MAX_FILES:
         raise ValueError(f"the files of {tag} are not those of its manifest")
     files = {}
     for name in sorted(listed):
-        if _FILE.fullmatch(name) is None or name in _RESERVED:
+        if _FILE.fullmatch(name) is None or name == MANIFEST:
             raise ValueError(f"{name!r} is not the name of a file of a snapshot")
-        wanted = own["files"][name]
-        files[name] = _parse_file(listed[name], name, wanted.get("chunks"))
-        if (files[name].size, files[name].sha256) != (manifest.files[name].size, manifest.files[name].sha256):
+        wanted = manifest.files[name]
+        files[name] = _parse_file(listed[name], name, wanted.chunks)
+        if (files[name].size, files[name].sha256) != (wanted.size, wanted.sha256):
             raise ValueError(f"{name} of {tag} differs from its manifest")
     memory = files.get("memory")
     if memory is not None and memory.size > (manifest.machine.memory_mib << 20) + (1 << 30):
         raise ValueError(f"the memory of {tag} is larger than its machine's")
-    return PackedSnapshot(tag, text, manifest, _parse_parent(own), files)
+    return PackedSnapshot(tag, text, manifest, files)
 
 
-def _parse_parent(own: Mapping[str, Any]) -> tuple[str, str] | None:
-    parent = own.get("parent")
-    if parent is None:
-        return None
-    raw = _Raw(parent if isinstance(parent, dict) else {}, "a parent")
-    return parse_tag(raw.get("tag", str)), raw.get("hash", str)
-
-
-def _parse_file(value: object, name: str, chunks: object = None) -> PackedFile:
+def _parse_file(value: object, name: str, chunks: tuple[str, ...] = ()) -> PackedFile:
     raw = _Raw(value if isinstance(value, dict) else {}, f"the file {name}")
     size, sha256 = raw.get("size", int), raw.get("sha256", str)
     if not 0 <= size <= MAX_FILE_BYTES:
         raise ValueError(f"{name} has an absurd size")
     if _DIGEST.fullmatch(sha256) is None:
         raise ValueError(f"{name} has no digest")
-    if chunks is not None and not (
-        isinstance(chunks, list) and all(isinstance(each, str) and _DIGEST.fullmatch(each) for each in chunks)
-    ):
-        raise ValueError(f"{name} has bad chunks")
-    return PackedFile(
-        size, sha256, parse_extents(raw.get("data", str), size), None if chunks is None else tuple(chunks)
-    )
+    return PackedFile(size, sha256, parse_extents(raw.get("data", str), size), chunks)
 
 
 def _parse_image(raw: _Raw) -> PackedImage:
@@ -283,7 +267,7 @@ def _check_chain(manifest: PackManifest, head: str) -> None:
         raise ValueError("a tag is there twice")
     above: PackedSnapshot | None = None
     for each in manifest.chain:
-        if each.parent != (None if above is None else (above.tag, above.hash)):
+        if each.manifest.parent != (None if above is None else Parent(above.manifest.tag, above.hash)):
             raise ValueError(f"{each.tag} does not follow from the one before it")
         if each.manifest.image_id != manifest.image.id:
             raise ValueError(f"{each.tag} was made from another image")

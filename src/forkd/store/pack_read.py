@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from forkd.host.chunks import CHUNK
 from forkd.host.files import enough_disk
 from forkd.store.pack_frames import (
     ANNOUNCED,
@@ -31,7 +32,6 @@ from forkd.store.pack_manifest import (
 )
 from forkd.store.pack_write import MANIFEST_MEMBER, head_length, parse_head
 
-CHUNK = 4 << 20  # of which a manifest of format 2 has hashes
 _PAGE = 4096
 _ZEROS = bytes(1 << 20)
 _PAGE_ZEROS = bytes(_PAGE)
@@ -201,7 +201,7 @@ class _Sink:
         self._extents = list(reversed(file.extents))
         self._at = 0
         self._end = 0  # of the extent that is being written
-        self._sum = _ChunkSum(file, name) if file.chunks is not None else _PlainSum(file, name)
+        self._sum = _ChunkSum(file, name) if file.chunks else _PlainSum(file, name)
         self._fd: int | None = None
 
     def write(self, data: memoryview) -> None:
@@ -315,11 +315,11 @@ class _ChunkSum(_PlainSum):
     def check(self) -> None:
         if self._used:
             self._seal()
-        if len(self._found) != len(self._file.chunks or ()):
+        if len(self._found) != len(self._file.chunks):
             raise _altered(self._name)
 
     def _seal(self) -> None:
-        wanted, number = self._file.chunks or (), len(self._found)
+        wanted, number = self._file.chunks, len(self._found)
         self._found.append(self._hash.hexdigest())
         if number >= len(wanted) or wanted[number] != self._found[-1]:
             raise _altered(f"chunk {number} of {self._name}")

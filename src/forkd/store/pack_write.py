@@ -14,6 +14,7 @@ from pathlib import Path
 import zstandard
 
 from forkd.errors import SnapshotDamaged
+from forkd.host.files import FileSum
 from forkd.store.pack_frames import END, FRAME, LEVEL, TAR_BLOCK, make_frame, padding, render_header
 from forkd.store.pack_manifest import (
     BLOCK,
@@ -33,12 +34,12 @@ _ZEROS = bytes(BLOCK)
 _SCANNED = 64  # blocks that are read at once
 
 
-def scan_file(path: Path, sha256: str, chunks: tuple[str, ...] | None = None) -> PackedFile:
+def scan_file(path: Path, total: FileSum) -> PackedFile:
     """Which blocks are not zeros, by what is in them: where a file has holes depends on how it was copied."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(fd).st_size
-        return PackedFile(size, sha256, find_extents(size, _filled(fd, size)), chunks)
+        return PackedFile(size, total.sha256, find_extents(size, _filled(fd, size)), total.chunks)
     finally:
         os.close(fd)
 
