@@ -152,9 +152,9 @@ class Import:
     def _accept(self, manifest: PackManifest) -> Places:
         """Everything that can be refused is refused here, before anything is written."""
         self._check_runs(manifest)
+        if self._options.tag in [each.tag for each in manifest.chain[:-1]]:
+            raise InvalidInput(f"The pack has a snapshot {self._options.tag} already", hint="Choose another --tag")
         planned = [self._plan(each, last=each is manifest.head) for each in manifest.chain]
-        if len({tag for tag, _, _ in planned}) != len(planned):
-            raise InvalidInput(f"The pack has a snapshot {planned[-1][0]} already", hint="Choose another --tag")
         new = [each for (_, _, here), each in zip(planned, manifest.chain, strict=True) if not here]
         image_here = self._images.has(manifest.image.id)
         needed = [file for each in new for file in each.files.values()]
