@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 # Packages of the server extra. Any other missing package is a bug of ours.
 _SERVER_PACKAGES = frozenset(
-    {"httptools", "lz4", "prometheus_client", "pydantic", "qemu", "rich", "starlette", "uvicorn"}
+    {
+        *("cryptography", "httptools", "lz4", "prometheus_client", "pydantic"),
+        *("qemu", "rich", "starlette", "uvicorn", "zstandard"),
+    }
 )
 
 
@@ -54,6 +57,11 @@ COMMANDS = {
     "snapshot": Subcommand("snapshot", "create, derive, list, inspect, verify and remove snapshots"),
     "snapshot-diff": Subcommand("chains", "forkd's word for: forkd snapshot derive"),
     "workspace": Subcommand("workspace", "create, list, suspend, resume and remove workspaces"),
+    "pack": Subcommand("pack", "write a snapshot, its chain and its image into one signed file"),
+    "unpack": Subcommand("pack", "take in a pack"),
+    "push": Subcommand("pack", "send a snapshot to another daemon or a web server"),
+    "pull": Subcommand("pack", "take in a snapshot from a web server or another daemon"),
+    "trust": Subcommand("trust", "list, add and remove the keys whose packs are taken in"),
     "up": Subcommand("daemon", "start a daemon that keeps running"),
     "down": Subcommand("daemon", "end all sandboxes and stop the daemon"),
     "status": Subcommand("daemon", "show the daemon and what it runs"),
@@ -80,6 +88,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Branches": ("branch", "checkpoint", "rewind", "promote", "tree"),
     "Images, snapshots, workspaces": ("image", "snapshot", "snapshot-diff", "workspace"),
+    "Packs": ("pack", "unpack", "push", "pull", "trust"),
     "The daemon": ("up", "down", "status", "serve", "events", "token"),
     "This machine": ("doctor", "demo", "bench", "completion"),
 }

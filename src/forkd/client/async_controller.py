@@ -21,6 +21,7 @@ from forkd.client.arguments import (
     render_options,
 )
 from forkd.client.async_branch_routes import FREEZE_S, SPAWN_EACH_S, SPAWN_S, AsyncBranchRoutes
+from forkd.client.async_packs import AsyncPackCalls
 from forkd.client.async_transport import AsyncTransport
 from forkd.client.call import API, Again, Call, delete, get, post, query_of, read_answer
 from forkd.client.endpoint import Endpoint, find_endpoint
@@ -37,7 +38,7 @@ _READ_INPUT_S = 90.0  # what a program is given to read what is written to it
 T = TypeVar("T")
 
 
-class AsyncController(AsyncBranchRoutes):
+class AsyncController(AsyncBranchRoutes, AsyncPackCalls):
     """`base_url`: else FORKD_URL, else the daemon's unix socket. `token`: else FORKD_TOKEN.
 
     `timeout` is how long an answer may take, in seconds; a command's own timeout comes on top. Plain dicts go in and

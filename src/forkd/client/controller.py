@@ -24,6 +24,7 @@ from forkd.client.arguments import (
 from forkd.client.branch_routes import FREEZE_S, SPAWN_EACH_S, SPAWN_S, BranchRoutes
 from forkd.client.call import API, Again, Call, delete, get, post, query_of, read_answer
 from forkd.client.endpoint import Endpoint, find_endpoint
+from forkd.client.packs import PackCalls
 from forkd.client.stream import StreamEvent
 from forkd.client.transport import Transport
 from forkd.errors import ForkdError, Unreachable
@@ -38,7 +39,7 @@ _READ_INPUT_S = 90.0  # what a program is given to read what is written to it
 T = TypeVar("T")
 
 
-class Controller(BranchRoutes):
+class Controller(BranchRoutes, PackCalls):
     """`base_url`: else FORKD_URL, else the daemon's unix socket. `token`: else FORKD_TOKEN.
 
     `timeout` is how long an answer may take, in seconds; a command's own timeout comes on top. Plain dicts go in and

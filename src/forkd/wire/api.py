@@ -56,6 +56,25 @@ class SpawnCancelled(TypedDict):
     removed: list[str]  # ids
 
 
+class PackUpload(TypedDict):
+    id: str
+    offset: int
+    done: bool
+    unpacked_bytes: int
+    total_bytes: int | None  # unpacked; known once the head of the pack is there
+    expires_in_secs: float
+
+
+class PackImported(TypedDict):
+    tag: str
+    made: list[str]
+    reused: list[str]
+    image_id: str
+    image_reused: bool
+    key: str | None
+    warning: str | None
+
+
 class SnapshotInfo(TypedDict):
     tag: str
     dir: str
