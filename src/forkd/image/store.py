@@ -173,7 +173,8 @@ class ImageStore:
                 yield work, publish
 
     def drop_unused_imports(self, in_use: Collection[str]) -> None:
-        """After a crash: images that came with a pack whose snapshots did not come."""
+        """After a crash: images that came with a pack whose snapshots did not come, and those half received."""
+        sweep_staging(self._pieces)
         if not any(self._pieces.glob(f"{IMPORTED}-*")):
             return
         with locked(self._changing):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -30,10 +31,11 @@ from forkd.runtime.packs import Packs
 from forkd.runtime.recovery import recover
 from forkd.runtime.registry import Registry, SandboxRecord
 from forkd.runtime.sandboxes import Sandboxes
-from forkd.runtime.snapshots import Pruning, Snapshots, SnapshotView
+from forkd.runtime.snapshots import FAILED, Pruning, Snapshots, SnapshotView
 from forkd.runtime.spawn import Spawner
 from forkd.runtime.templates import Templates
 from forkd.runtime.upkeep import Upkeep
+from forkd.runtime.workspaces import ID_PREFIX as WORKSPACE_PREFIX
 from forkd.runtime.workspaces import Workspaces
 from forkd.store.retention import Policy as RetentionPolicy
 
@@ -48,6 +50,8 @@ class RuntimeOptions:
 
 
 _DEFAULT = RuntimeOptions()
+# Of forks, of states of workspaces, and of checkpoints of a sandbox.
+_MADE_UP = re.compile(rf"{FORK_PREFIX}sb-|{WORKSPACE_PREFIX}[0-9a-f]{{16}}-|(?P<checkpointed>sb-[0-9a-f]{{10}})-")
 
 
 class Runtime:
@@ -72,7 +76,8 @@ class Runtime:
         )
         self.spawn, self.fork, self.cancel_spawn = spawner.spawn, spawner.fork, spawner.cancel
         self.checkpoints = Checkpoints(self.sandboxes, self.snapshots, self.branches)
-        self.derive = Deriver(self.sandboxes, self.snapshots, self.branches, spawner).derive
+        self.deriver = Deriver(self.sandboxes, self.snapshots, self.branches, spawner)
+        self.derive = self.deriver.derive
         self.workspaces = Workspaces(registry, self.sandboxes, self.snapshots, self.branches, self.spawn)
         self.sandboxes.on_removed = self._on_removed
         self.upkeep = Upkeep(self.sandboxes)
@@ -91,6 +96,7 @@ class Runtime:
             try:
                 await recover(runtime.sandboxes)
                 runtime.snapshots.recover()
+                await runtime.deriver.recover()
                 await runtime.workspaces.recover()
                 await runtime.collect()
                 runtime.packs.recover()
@@ -121,6 +127,9 @@ class Runtime:
         """
         records = self.registry.list_sandboxes()
         alive, used = {record.id for record in records}, {record.snapshot_tag for record in records}
+        for job in self.registry.list_jobs():
+            if job.status == FAILED and is_nobodys(job.tag, alive) and not (self.home.snapshots / job.tag).exists():
+                self.registry.remove_job(job.tag)
         left = {view.tag for view in self.snapshots.list() if is_left_over(view, alive, used)}
         removed: set[SnapshotTag] | None = None
         while left and removed != set():  # those that lie over others go first, in as many rounds as that takes
@@ -150,6 +159,12 @@ def is_left_over(view: SnapshotView, alive: Collection[str], used: Collection[st
     if origin is None or not origin.auto or view.tag in used:
         return False
     return view.tag.startswith(FORK_PREFIX) or (origin.checkpoint is not None and origin.branched_from not in alive)
+
+
+def is_nobodys(tag: SnapshotTag, alive: Collection[str]) -> bool:
+    """Pure. Whether an attempt that failed was for a tag that nobody chose: its failure has been told otherwise."""
+    found = _MADE_UP.match(tag)
+    return found is not None and (found["checkpointed"] is None or found["checkpointed"] not in alive)
 
 
 @contextmanager
