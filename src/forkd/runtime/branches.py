@@ -12,7 +12,7 @@ import enum
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,15 +20,18 @@ from forkd.engines.base import Engine, Machine
 from forkd.errors import Conflict, ForkdError, InvalidInput, NoCapacity, NotForkable
 from forkd.host.faults import fault_point
 from forkd.host.pages import LiveMemory
+from forkd.host.system import FORKED_CHILD_MIB
 from forkd.host.threads import in_thread, offloaded
 from forkd.model.names import SnapshotTag, parse_tag
 from forkd.model.sandbox import State
+from forkd.runtime.admission import admit_children, look
 from forkd.runtime.child import LiveSandbox
 from forkd.runtime.events import EventLog
 from forkd.runtime.origin import Ancestry, Branch, Origin, Template
 from forkd.runtime.registry import SandboxRecord, SnapshotJob
 from forkd.runtime.sandboxes import Sandboxes, not_running
-from forkd.runtime.snapshots import WRITING, Snapshots, SnapshotView
+from forkd.runtime.snapshot_view import FORK_PREFIX, WRITING, Described, SnapshotView
+from forkd.runtime.snapshots import Snapshots
 from forkd.runtime.templates import Templates, measure
 from forkd.store.chain import MAX_DEPTH
 from forkd.store.content import write_whole
@@ -40,8 +43,6 @@ from forkd.store.snapshots import Snapshot
 _log = logging.getLogger(__name__)
 
 PREFIX = "branch-"
-# Of tags that only the forks of one call need, on engines that fork from files.
-FORK_PREFIX = "fork-"
 DEFAULT_AT_ONCE = 4
 # How long a daemon that stops waits for what is being written.
 STOP_S = 30.0
@@ -179,6 +180,7 @@ class Branches:
         directory = self._sandboxes.home.vms / f"{PREFIX}{secrets.token_hex(6)}"
         if live.state is State.RUNNING:
             await live.reach()  # the fork goes on in the stream of its agent, which has to be there
+        admit_children(1, look(), FORKED_CHILD_MIB)
         begun, at_unix = time.monotonic(), time.time()
         try:
             machine = await self._engine.fork_live(live.machine, directory, paused=True)
@@ -265,16 +267,23 @@ class Branches:
         request: BranchRequest,
         parent: Snapshot | None,
     ) -> None:
-        """The sandbox stands still meanwhile."""
-        begun, running = time.monotonic(), live.state is State.RUNNING
-        try:
-            if running:
-                await live.machine.pause()
-            await self._write(branch, live.machine, record, request, parent, begun=begun)
-        finally:
-            if running:
+        """The sandbox stands still until all that differs is in files."""
+        begun, stopped = time.monotonic(), False
+
+        async def go_on() -> None:
+            nonlocal stopped
+            if stopped:
+                stopped = False
                 await self._sandboxes.go_on(live)
-        branch.pause_s = time.monotonic() - begun
+            branch.pause_s = branch.pause_s or time.monotonic() - begun
+
+        try:
+            if live.state is State.RUNNING:
+                await live.machine.pause()
+                stopped = True
+            await self._write(branch, live.machine, record, request, parent, go_on)
+        finally:
+            await go_on()
 
     async def _write(
         self,
@@ -283,11 +292,10 @@ class Branches:
         record: SandboxRecord,
         request: BranchRequest,
         parent: Snapshot | None,
-        *,
-        begun: float | None = None,
+        captured: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`begun`: when the source was stopped, where it stands still until this is done."""
-        store, started = self._snapshots.store, time.monotonic()
+        """`captured`: what is to be done once the machine is not needed any more."""
+        store, begun = self._snapshots.store, time.monotonic()
         async with offloaded(store.created(branch.tag, replace_existing=False)) as (staging, seal):
             saved = await self._engine.save(machine, staging)
             fault_point("branch.saved")
@@ -295,34 +303,12 @@ class Branches:
                 parent = None  # another snapshot has the tag by now
             dirty, written = await in_thread(lambda: _write_memory(saved.memory, parent, staging))
             fault_point("branch.pages")
-            now = time.monotonic()
-            pause_s = branch.pause_s if begun is None else now - begun
+            if captured is not None:
+                await captured()
+            sizes = Written(round((time.monotonic() - begun) * 1000), dirty, written)
             source = self._snapshots.describe(record)
-            manifest = Manifest(
-                tag=branch.tag,
-                created_at_unix=int(branch.ancestry.forked_at_unix or time.time()),
-                engine=self._engine.name,
-                image_id=source.image_id,
-                machine=source.machine,
-                warm=source.warm,
-                platform=saved.platform,
-                files={},
-                rehearsal=source.rehearsal,
-                parent=None if parent is None else Parent(parent.manifest.tag, parent.hash),
-                settled=request.settled,
-                origin=BranchedFrom(
-                    branched_from=record.id,
-                    lineage=record.lineage,
-                    depth=record.depth,
-                    at_unix=branch.ancestry.forked_at_unix,
-                    mode=request.mode.value,
-                    pause_ms=round(pause_s * 1000),
-                    diff_ms=round((now - started) * 1000),
-                    bytes_dirty=dirty,
-                    bytes_written=written,
-                    checkpoint=request.checkpoint,
-                    auto=branch.auto,
-                ),
+            manifest = render_manifest(
+                branch, record, request, source, self._engine.name, saved.platform, parent, sizes
             )
             await in_thread(lambda: seal(manifest))
             fault_point("branch.sealed")
@@ -336,6 +322,51 @@ class Branches:
         branch.error = error
         if self._snapshots.branches.pop(branch.tag, None) is not None:
             self._snapshots.fail(branch.tag, time.time(), error)
+
+
+@dataclass(frozen=True)
+class Written:
+    diff_ms: int
+    bytes_dirty: int
+    bytes_written: int
+
+
+def render_manifest(
+    branch: Branch,
+    record: SandboxRecord,
+    request: BranchRequest,
+    source: Described,
+    engine: str,
+    platform: Mapping[str, str],
+    parent: Snapshot | None,
+    written: Written,
+) -> Manifest:
+    return Manifest(
+        tag=branch.tag,
+        created_at_unix=int(branch.ancestry.forked_at_unix or time.time()),
+        engine=engine,
+        image_id=source.image_id,
+        machine=source.machine,
+        warm=source.warm,
+        platform=platform,
+        files={},
+        rehearsal=source.rehearsal,
+        parent=None if parent is None else Parent(parent.manifest.tag, parent.hash),
+        settled=request.settled,
+        origin=BranchedFrom(
+            branched_from=record.id,
+            lineage=record.lineage,
+            depth=record.depth,
+            at_unix=branch.ancestry.forked_at_unix,
+            mode=request.mode.value,
+            pause_ms=round(branch.pause_s * 1000),
+            diff_ms=written.diff_ms,
+            bytes_dirty=written.bytes_dirty,
+            bytes_written=written.bytes_written,
+            checkpoint=request.checkpoint,
+            auto=branch.auto,
+        ),
+    )
 
 
 def _write_memory(memory: LiveMemory | None, parent: Snapshot | None, staging: Path) -> tuple[int, int]:

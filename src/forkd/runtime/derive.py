@@ -10,7 +10,8 @@ from forkd.model.sandbox import SandboxSpec
 from forkd.runtime.branches import Branches, BranchRequest, Mode
 from forkd.runtime.freeze import Warmup, warm_up
 from forkd.runtime.sandboxes import Sandboxes
-from forkd.runtime.snapshots import Snapshots, SnapshotView
+from forkd.runtime.snapshot_view import SnapshotView
+from forkd.runtime.snapshots import Snapshots
 from forkd.runtime.spawn import Spawner
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from forkd.host.paths import DAEMON_LOCK, Home, ensure_home, ensure_private
 from forkd.host.system import start_time_ticks
 from forkd.host.threads import in_thread
 from forkd.model.names import SnapshotTag
-from forkd.runtime.branches import DEFAULT_AT_ONCE, FORK_PREFIX, Branches
+from forkd.runtime.branches import DEFAULT_AT_ONCE, Branches
 from forkd.runtime.checkpoints import Checkpoints
 from forkd.runtime.derive import Deriver
 from forkd.runtime.events import EventLog
@@ -30,7 +30,8 @@ from forkd.runtime.packs import Packs
 from forkd.runtime.recovery import recover
 from forkd.runtime.registry import Registry, SandboxRecord
 from forkd.runtime.sandboxes import Sandboxes
-from forkd.runtime.snapshots import Pruning, Snapshots, SnapshotView
+from forkd.runtime.snapshot_view import FORK_PREFIX, is_left_over
+from forkd.runtime.snapshots import Pruning, Snapshots
 from forkd.runtime.spawn import Spawner
 from forkd.runtime.templates import Templates
 from forkd.runtime.upkeep import Upkeep
@@ -142,14 +143,6 @@ class Runtime:
         in_use |= {row.source_snapshot_tag for row in self.registry.list_workspaces()}
         in_use |= {row.current_state_tag for row in self.registry.list_workspaces() if row.current_state_tag}
         return await self.snapshots.prune(policy, in_use, dry_run=dry_run)
-
-
-def is_left_over(view: SnapshotView, alive: Collection[str], used: Collection[str]) -> bool:
-    """Pure. Only what nobody chose the tag of."""
-    origin = view.manifest.origin if view.manifest else None
-    if origin is None or not origin.auto or view.tag in used:
-        return False
-    return view.tag.startswith(FORK_PREFIX) or (origin.checkpoint is not None and origin.branched_from not in alive)
 
 
 @contextmanager

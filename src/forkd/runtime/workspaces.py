@@ -25,7 +25,8 @@ from forkd.model.sandbox import SandboxSpec, State
 from forkd.runtime.branches import Branches, BranchRequest
 from forkd.runtime.registry import Registry, SandboxRecord, WorkspaceRow
 from forkd.runtime.sandboxes import Sandboxes
-from forkd.runtime.snapshots import Snapshots, SnapshotView
+from forkd.runtime.snapshot_view import SnapshotView
+from forkd.runtime.snapshots import Snapshots
 from forkd.runtime.spawn import Spawned
 
 T = TypeVar("T")
