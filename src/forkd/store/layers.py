@@ -38,6 +38,7 @@ MAX_RUNS = 28_000
 _LEAST = 4
 # Of equal pages, pages are compared together first.
 _BLOCK = 16 * PAGE
+_PENDING = 256 * 1024
 # Pages that are remembered to find duplicates of: some 100 MiB of our memory.
 _MAX_KNOWN = 1 << 20
 
@@ -65,11 +66,12 @@ def write_layer(
             f"which has {parent.memory_bytes}"
         )
     below = [(run.start, run.end) for run in parent.runs]
-    spans = _few_spans(merge_spans([*find_written(memory), *below]))
+    spans = _few_spans(find_written(memory, parent.runs))
     with enough_disk(staging):
         stats, extents = _write_pages(memory, parent, spans, (), staging, on_progress)
         if len(below) + len(extents) > MAX_RUNS and _count_runs(parent, extents) > MAX_RUNS:
-            stats, extents = _write_pages(memory, parent, spans, below, staging, on_progress)
+            every = _few_spans(merge_spans([*spans, *below]))
+            stats, extents = _write_pages(memory, parent, every, below, staging, on_progress)
         fault_point("layer.pages")
         index = render_extents(extents)
         (staging / EXTENTS).write_bytes(index)
@@ -121,6 +123,7 @@ def _write_pages(
             writer.counts.looked_at += length
             if on_progress is not None:
                 on_progress(writer.counts.looked_at, total)
+        writer.flush()
         return writer.counts, writer.extents
 
 
@@ -132,6 +135,9 @@ class _PageWriter:
         # The key of each page of the file (0: zeros), and the first page of the file with a key.
         self._keys = array("q")
         self._known: dict[int, int] = {}
+        # The last pages of the file, not written yet: guests often change pages one here, one there.
+        self._pending = bytearray()
+        self._written = 0
 
     @property
     def bridge(self) -> int:
@@ -192,17 +198,33 @@ class _PageWriter:
         self._keys.append(key)
 
     def _is_at(self, place: int, data: memoryview) -> bool:
+        self.flush()
         return os.pread(self._fd, len(data), place * PAGE) == data.tobytes()
 
     def _write(self, guest: int, data: memoryview) -> None:
         """The last pages that were remembered."""
         if not data:
             return
-        place = len(self._keys) - len(data) // PAGE
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._fd, data[done:], place * PAGE + done)
-        self._extend(guest, len(data) // PAGE, place)
+        count = len(data) // PAGE
+        if len(data) >= _PENDING:
+            self.flush()
+            self._put(data)
+        else:
+            self._pending += data
+            if len(self._pending) >= _PENDING:
+                self.flush()
+        self._extend(guest, count, len(self._keys) - count)
+
+    def flush(self) -> None:
+        with memoryview(self._pending) as data:
+            self._put(data)
+        self._pending.clear()
+
+    def _put(self, data: memoryview) -> None:
+        while data:
+            count = os.pwrite(self._fd, data, self._written)
+            self._written += count
+            data = data[count:]
 
     def _extend(self, guest: int, length: int, place: int) -> None:
         if self.extents:
