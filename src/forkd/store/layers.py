@@ -29,7 +29,7 @@ from forkd.host.faults import fault_point
 from forkd.host.files import enough_disk
 from forkd.host.pages import LiveMemory, find_written, opened_memory
 from forkd.model.memory import PAGE, lay_over, merge_spans
-from forkd.store.chain import EXTENTS, PAGES, Snapshot
+from forkd.store.chain import EXTENTS, PAGES, Snapshot, check_depth
 from forkd.store.content import BATCH, ZERO_PAGE, OnProgress, opened_content
 from forkd.store.extents import ZEROS, Extent, render_extents, runs_of
 
@@ -56,17 +56,21 @@ class LayerStats:
 def write_layer(
     memory: LiveMemory, parent: Snapshot, staging: Path, *, on_progress: OnProgress | None = None
 ) -> LayerStats:
-    """What differs in a VM that stands still from the snapshot it came from, which is held, into `staging`.
+    """What differs in a VM that stands still from a snapshot, which is held, into `staging`.
 
-    Its memory is a file of the root's, privately mapped, with or without layers of the chain mapped over it.
+    Fast for a VM that maps the snapshot's root, with or without layers over it; right for any of the same size. Raises
+    Conflict for a snapshot that is too deep to have a layer over it.
     """
+    check_depth(parent)
     if parent.root_memory is None or memory.size != parent.memory_bytes:
         raise EngineFailed(
             f"A VM with {memory.size} bytes of memory is not of snapshot {parent.manifest.tag}, "
             f"which has {parent.memory_bytes}"
         )
     below = [(run.start, run.end) for run in parent.runs]
-    spans = _few_spans(find_written(memory, parent.runs))
+    # A VM of another root may differ where it has written nothing.
+    is_of_root = memory.file.samefile(parent.root_memory)
+    spans = _few_spans(find_written(memory, parent.runs) if is_of_root else [(0, memory.size)])
     with enough_disk(staging):
         stats, extents = _write_pages(memory, parent, spans, (), staging, on_progress)
         if len(below) + len(extents) > MAX_RUNS and _count_runs(parent, extents) > MAX_RUNS:
