@@ -28,6 +28,7 @@ from forkd.errors import EngineFailed
 from forkd.host.faults import fault_point
 from forkd.host.files import enough_disk
 from forkd.host.pages import LiveMemory, find_written, opened_memory
+from forkd.host.threads import Turns
 from forkd.model.memory import PAGE, lay_over, merge_spans
 from forkd.store.chain import EXTENTS, PAGES, Snapshot, check_depth
 from forkd.store.content import BATCH, ZERO_PAGE, OnProgress, opened_content
@@ -36,7 +37,7 @@ from forkd.store.extents import ZEROS, Extent, render_extents, runs_of
 MANY_EXTENTS = 16_384
 MAX_RUNS = 28_000
 _LEAST = 4
-# Of equal pages, pages are compared together first.
+# Pages that are looked at together.
 _BLOCK = 16 * PAGE
 _PENDING = 256 * 1024
 # Pages that are remembered to find duplicates of: some 100 MiB of our memory.
@@ -113,12 +114,13 @@ def _write_pages(
         opened_content(parent) as content,
         (staging / PAGES).open("w+b", buffering=0) as out,
     ):
-        writer = _PageWriter(out.fileno())
+        turns = Turns()
+        writer = _PageWriter(out.fileno(), turns)
         for start, end in _batches(spans):
             length = end - start
             live.read_into(start, mine[:length])
             content.read_into(start, theirs[:length])
-            stretches = _differing(mine[:length], theirs[:length])
+            stretches = _differing(mine[:length], theirs[:length], turns)
             writer.counts.dirty += sum(last - first for first, last in stretches)
             if also:
                 stretches = merge_spans([*stretches, *_within(also, start, end)])
@@ -132,10 +134,11 @@ def _write_pages(
 
 
 class _PageWriter:
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, turns: Turns) -> None:
         self.counts = _Counts()
         self.extents: list[Extent] = []
         self._fd = fd
+        self._turns = turns
         # The key of each page of the file (0: zeros), and the first page of the file with a key.
         self._keys = array("q")
         self._known: dict[int, int] = {}
@@ -156,12 +159,14 @@ class _PageWriter:
 
     def add(self, guest: int, data: memoryview) -> None:
         """A stretch of pages that is at page `guest`."""
-        pages = [data[at : at + PAGE].tobytes() for at in range(0, len(data), PAGE)]
-        # A hash of 64 bits with a secret of this process: no guest can make it collide, and equal ones are compared.
-        keys = [0 if page == ZERO_PAGE else hash(page) or 1 for page in pages]
+        keys: list[int] = []
+        for start in range(0, len(data), _BLOCK):
+            keys += _keys_of(data[start : start + _BLOCK].tobytes())
+            self._turns.give_way()
         least, count = self._least, len(keys)
         stored = at = 0  # pages from `stored` to `at` are to be written
         while at < count:
+            self._turns.give_way()
             length, place = self._match(keys, at)
             if length < least and length < count:
                 self._remember(keys[at])
@@ -239,11 +244,18 @@ class _PageWriter:
         self.extents.append((guest, length, place))
 
 
-def _differing(mine: memoryview, theirs: memoryview) -> list[tuple[int, int]]:
+def _keys_of(block: bytes) -> list[int]:
+    """Hashes of 64 bits with a secret of this process: no guest can make them collide, and equal ones are compared."""
+    pages = (block[at : at + PAGE] for at in range(0, len(block), PAGE))
+    return [0 if page == ZERO_PAGE else hash(page) or 1 for page in pages]
+
+
+def _differing(mine: memoryview, theirs: memoryview, turns: Turns) -> list[tuple[int, int]]:
     """Stretches (first, end) of pages that differ."""
     stretches: list[tuple[int, int]] = []
     for start in range(0, len(mine), _BLOCK):
         ours, others = mine[start : start + _BLOCK].tobytes(), theirs[start : start + _BLOCK].tobytes()
+        turns.give_way()
         if ours == others:
             continue
         for at in range(0, len(ours), PAGE):
