@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ _PRESENT, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
 _IS_OWN = bytes(bool(top & (_PRESENT | _SWAPPED)) and not top & _OF_FILE for top in range(256))
 _OWN = re.compile(rb"\x01+")
 _ENTRY = 8
+_MAPS_BATCH = 1 << 18
 _PAGEMAP_BATCH = 1 << 17  # pages: 1 MiB of entries
 
 
@@ -42,6 +43,14 @@ class Area:
         return self.start + self.length
 
 
+class Handles(NamedTuple):
+    """Descriptors of files in /proc/<pid>. They work in a process that inherits them, which may not open its own."""
+
+    mem: int
+    maps: int
+    pagemap: int | None  # some kernels have none
+
+
 @dataclass(frozen=True)
 class LiveMemory:
     """Sorted by start, disjoint, page-aligned. `file` is the root's memory file, which lies below it all."""
@@ -49,6 +58,8 @@ class LiveMemory:
     pid: int
     file: Path
     areas: tuple[Area, ...]
+    # Of the process, opened by someone who may; None: they are opened when they are needed.
+    handles: Handles | None = field(default=None, compare=False)
 
     @property
     def size(self) -> int:
@@ -99,7 +110,8 @@ def find_memory(pid: int, file: Path, size: int | None = None) -> LiveMemory:
     With `size`, of the guest's memory, also what is mapped over its beginning and end. Raises EngineFailed when the
     process does not map the file, or parts of it cannot be found.
     """
-    mappings = _read_mappings(pid)
+    with opened_handles(LiveMemory(pid, file, ())) as handles:
+        mappings = _read_mappings(pid, handles.maps)
     areas = render_areas(mappings, _identity(file), size)
     covered = merge_spans((area.start, area.end) for area in areas)
     if not areas or len(covered) != 1 or covered[0][0] != 0 or (size is not None and covered[0][1] != size):
@@ -130,21 +142,25 @@ def find_written(memory: LiveMemory, runs: Sequence[Run] = ()) -> list[tuple[int
 
     Pages that are the process's own, and what is not mapped from where the runs or the root have it.
     """
-    spans = [span for area in memory.areas for span in _mapped_elsewhere(memory, area, runs)]
-    with _named(memory.pid), _opened(f"/proc/{memory.pid}/pagemap") as pagemap:
-        for area in memory.areas:
-            shift = area.start - area.address
-            own = _own_pages(pagemap, area.address, area.address + area.length)
-            spans.extend((begin + shift, end + shift) for begin, end in own)
+    with opened_handles(memory) as handles:
+        mappings = _read_mappings(memory.pid, handles.maps)
+        spans = [span for area in memory.areas for span in _mapped_elsewhere(memory, area, mappings, runs)]
+        with _named(memory.pid):
+            for area in memory.areas:
+                shift = area.start - area.address
+                own = _own_pages(handles.pagemap, area.address, area.address + area.length)
+                spans.extend((begin + shift, end + shift) for begin, end in own)
     return merge_spans(spans)
 
 
-def _mapped_elsewhere(memory: LiveMemory, area: Area, runs: Sequence[Run]) -> Iterator[tuple[int, int]]:
+def _mapped_elsewhere(
+    memory: LiveMemory, area: Area, mappings: list[Mapping], runs: Sequence[Run]
+) -> Iterator[tuple[int, int]]:
     identities: dict[Path | None, Identity | None] = {None: None, memory.file: _identity(memory.file)}
     shift = area.start - area.address
     wanted = lay_over((Run(0, memory.size, memory.file, 0),), runs)
     at = 0
-    for mapping in _read_mappings(memory.pid):
+    for mapping in mappings:
         start, end = max(mapping.begin + shift, area.start), min(mapping.end + shift, area.end)
         while start < end:
             while wanted[at].end <= start:
@@ -193,12 +209,29 @@ class MemoryReader:
 
 @contextlib.contextmanager
 def opened_memory(memory: LiveMemory) -> Iterator[MemoryReader]:
-    with _named(memory.pid):
-        fd = os.open(f"/proc/{memory.pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield MemoryReader(memory, fd)
-    finally:
-        os.close(fd)
+    with opened_handles(memory) as handles:
+        yield MemoryReader(memory, handles.mem)
+
+
+@contextlib.contextmanager
+def opened_handles(memory: LiveMemory) -> Iterator[Handles]:
+    """Those it has, or new ones."""
+    if memory.handles is not None:
+        yield memory.handles
+        return
+    with contextlib.ExitStack() as stack:
+
+        def opened(name: str) -> int:
+            fd = os.open(f"/proc/{memory.pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, fd)
+            return fd
+
+        with _named(memory.pid):
+            mem, maps = opened("mem"), opened("maps")
+            pagemap: int | None = None
+            with contextlib.suppress(FileNotFoundError):
+                pagemap = opened("pagemap")
+        yield Handles(mem, maps, pagemap)
 
 
 def _own_pages(pagemap: int | None, begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -215,22 +248,11 @@ def _own_pages(pagemap: int | None, begin: int, end: int) -> Iterator[tuple[int,
             yield start + found.start() * PAGE, start + found.end() * PAGE
 
 
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[int | None]:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        fd = None
-    try:
-        yield fd
-    finally:
-        if fd is not None:
-            os.close(fd)
-
-
-def _read_mappings(pid: int) -> list[Mapping]:
+def _read_mappings(pid: int, maps: int) -> list[Mapping]:
     with _named(pid):
-        return parse_mappings(Path(f"/proc/{pid}/maps").read_text("utf-8", "replace"))
+        os.lseek(maps, 0, os.SEEK_SET)
+        text = b"".join(iter(lambda: os.read(maps, _MAPS_BATCH), b""))
+    return parse_mappings(text.decode("utf-8", "replace"))
 
 
 def _identity(file: Path) -> Identity:

@@ -28,7 +28,7 @@ from forkd.errors import EngineFailed
 from forkd.host.faults import fault_point
 from forkd.host.files import enough_disk
 from forkd.host.pages import LiveMemory, find_written, opened_memory
-from forkd.host.threads import Turns
+from forkd.host.turns import Turns
 from forkd.model.memory import PAGE, lay_over, merge_spans
 from forkd.store.chain import EXTENTS, PAGES, Snapshot, check_depth
 from forkd.store.content import BATCH, ZERO_PAGE, OnProgress, opened_content
