@@ -57,7 +57,7 @@ def test_what_a_vm_has_written_is_listed_as_the_overlay_has_it(daemon: Controlle
         printf new > /root/new; chmod 751 /root/new; ln -s new /root/link; mkdir -p /srv/a/b; chown 7:8 /srv/a/b
         rm /etc/passwd; rm -r /usr/share/doc/{image[0]}
         rm -r /etc/default; mkdir /etc/default; echo x > /etc/default/mine
-        echo more >> /etc/group; chmod 600 /etc/fstab 2>/dev/null || touch /etc/fstab
+        echo more >> /etc/group; chmod 604 /etc/shadow
         mv /usr/share/doc/{image[1]} /usr/share/doc/moved
         echo t > /tmp/t; mkfifo /tmp/pipe; echo r > /run/r
         printf bytes > "$(printf '/root/\\377 \\n.')"
@@ -83,6 +83,10 @@ def test_what_a_vm_has_written_is_listed_as_the_overlay_has_it(daemon: Controlle
     assert state(seen, "/etc/default/mine") == "file"
     group = seen.entries["/etc/group"]
     assert group.base is not None and group.file is not None and group.file.size == group.base.size + 5
+    # A change of the mode alone copies the content too, as there is no metacopy.
+    shadow = seen.entries["/etc/shadow"]
+    assert shadow.base is not None and shadow.file is not None and shadow.file.mode == 0o604
+    assert shadow.file.sha256 == shadow.base.sha256 is not None and shadow.file.size > 0
     assert state(seen, "/tmp/t") == "file" and state(seen, "/tmp/pipe") == "fifo"
     assert state(seen, "/root/\udcff \n.") == "file"
     assert not any(path.startswith(("/run", "/proc", "/dev", "/sys")) for path in seen.entries)

@@ -101,7 +101,9 @@ def _content(route: Route, schemas: Schema) -> Schema:
         made["application/json"] = {"schema": render_schema(route.gives, schemas)}
     for raw in (route.gives, route.streams):
         if isinstance(raw, Raw):
-            schema = {EVENTS: _EVENT, BYTES: _BINARY}.get(raw.media_type, _TEXT)
+            schema: Schema = {EVENTS: _EVENT, BYTES: _BINARY}.get(raw.media_type, _TEXT)
+            if raw.lines:
+                schema = {**schema, "x-lines": {"anyOf": [render_schema(each, schemas) for each in raw.lines]}}
             made[raw.media_type.partition(";")[0]] = {"schema": schema}
     return made
 
