@@ -8,18 +8,18 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from support_daemon import Served, served
 from support_images import made_home
-from support_packs import add_chain, add_root, files_of, key_of, made
+from support_packs import add_chain, add_root, files_of, key_of, made, store_of
 
 from forkd.client import AsyncController, Controller
 from forkd.client.resume import Patience, Position, find_origin, follow
 from forkd.errors import Conflict, InvalidInput, NotFound, SnapshotDamaged, Unauthorized, Unreachable, Untrusted
+from forkd.image import ImageStore
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -127,11 +127,24 @@ def noisy(giver: Served) -> bytes:
         return b"".join(controller.pack_snapshot("noisy"))
 
 
-@pytest.fixture
-def taker(tmp_path: Path) -> Iterator[Served]:
-    with made_home(tmp_path / "taker") as home, served(home, "--bind", "none") as daemon:
+@pytest.fixture(scope="module")
+def taking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with made_home(tmp_path_factory.mktemp("taking") / "home") as home, served(home, "--bind", "none") as daemon:
         yield daemon
-        assert [path.name for path in home.snapshots.glob(".staging*")] == []
+
+
+@pytest.fixture
+def taker(taking: Served) -> Iterator[Served]:
+    """Empty, and trusts nobody."""
+    yield taking
+    home = taking.home
+    assert [path.name for path in home.snapshots.glob(".staging*")] == []
+    home.trust.unlink(missing_ok=True)
+    store = store_of(home)
+    for snapshot in store.list().snapshots:
+        with contextlib.suppress(NotFound):  # gone with the one it lies over
+            store.remove(snapshot.manifest.tag, cascade=True)
+    ImageStore(home).drop_unused_imports(())
 
 
 def tags(daemon: Served) -> list[str]:
@@ -187,7 +200,7 @@ def test_a_server_that_cannot_go_on_or_has_something_else_by_then_is_given_up(no
 
 def test_a_server_that_only_cuts_is_given_up(noisy: bytes, taker: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forkd.client.resume._MAX_FAILURES", 3)
-    with published(Site(noisy, [0] * 50)) as site, taker.controller() as controller:
+    with published(Site(noisy, [1000] + [0] * 50)) as site, taker.controller() as controller:
         with pytest.raises(Unreachable):
             controller.pull_snapshot(f"{site.url}/pack", trust=True)
         assert len(site.seen) == 3
@@ -352,8 +365,10 @@ def test_a_position_asks_for_one_byte_it_has_and_takes_no_other_content() -> Non
 
 def test_patience_is_as_long_as_there_is_progress() -> None:
     patience = Patience()
+    assert [patience.next_wait() for _ in range(3)] == [0.2, 0.4, None]
+    patience.progress()
     waits = [patience.next_wait() for _ in range(8)]
-    assert waits[0] == 0.2 and waits[-1] is None
+    assert waits[0] == 0.2 and None not in waits[:7] and waits[7] is None
     patience.progress()
     assert patience.next_wait() == 0.2
 
