@@ -152,3 +152,19 @@ def test_chains_are_derived_checked_made_flat_and_pruned(daemon: Controller) -> 
     assert tags(daemon) == {TAG}
     would = daemon.prune_snapshots(max_age_secs=0, dry_run=True)
     assert would["dry_run"] and would["removed"] == []
+
+
+def test_the_key_of_a_fork_finds_what_it_made_and_removes_it(sandbox: Sandbox, daemon: Controller) -> None:
+    first = daemon.fork_sandbox(sandbox.id, 2, idempotency_key="fork-key")
+    again = daemon.fork_sandbox(sandbox.id, 2, idempotency_key="fork-key")
+    assert {info["id"] for info in first} == {info["id"] for info in again}
+    assert set(daemon.cancel_spawn("fork-key")["removed"]) == {info["id"] for info in first}
+    kept = daemon.fork_sandbox(sandbox.id, 1, tag="kept", idempotency_key="kept-key")
+    assert daemon.fork_sandbox(sandbox.id, 1, tag="kept", idempotency_key="kept-key")[0]["id"] == kept[0]["id"]
+    assert len(daemon.cancel_spawn("kept-key")["removed"]) == 1
+
+
+def test_a_checkpoint_of_a_sandbox_that_runs_is_not_pruned(sandbox: Sandbox, daemon: Controller) -> None:
+    sandbox.checkpoint("safe")
+    daemon.prune_snapshots(keep_last=0)
+    assert [each["name"] for each in sandbox.checkpoints()] == ["safe"]
