@@ -36,8 +36,8 @@ TARGET_N = 100
 # Where each step of a fork or a cold boot is over; the steps are the engine's and the runtime's own marks.
 STEP_ENDS = {
     "process start": "the VMM has answered on its monitor",
+    "confine": "the VMM has mapped its memory privately, and has the filter under which it starts no process",
     "state load": "the VMM has loaded the device state",
-    "confine": "the VMM has the filter under which it starts no process",
     "quiescence": "every thread of the template rests where it can be forked, the forks before this one being done",
     "clone": "the template's process has been duplicated",
     "descriptors": "the child has sockets, logs and files of its own",

@@ -1,7 +1,7 @@
 """Every error forkd raises on purpose. A class exists where a caller would act differently.
 
 ForkdError
-├── InvalidInput, NotFound, Unauthorized, Unsupported, Unreachable
+├── InvalidInput, NotFound, Unauthorized, Untrusted, Unsupported, Unreachable
 ├── Conflict ── NotRunning, LimitReached
 ├── HostLacks, NoCapacity, BuildFailed, SnapshotDamaged, SnapshotIncompatible
 ├── EngineFailed ── NotForkable
@@ -75,6 +75,10 @@ class LimitReached(Conflict, code="limit_reached"):
 
 class Unauthorized(ForkdError, code="unauthorized", exit_code=16):
     """No token, or one the daemon does not know."""
+
+
+class Untrusted(ForkdError, code="untrusted", exit_code=19):
+    """A pack that nobody signed, or somebody who is not trusted here."""
 
 
 class Unsupported(ForkdError, code="unsupported", exit_code=17):

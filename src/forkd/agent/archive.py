@@ -12,10 +12,11 @@ import os
 import signal
 import sys
 
+from forkd.agent.changes import parse_changes
 from forkd.agent.files import get_path
 from forkd.agent.stream import Refused
 from forkd.wire.archive import PIECE_BYTES, Exceeded, Torn, Unpacker, pack
-from forkd.wire.tar import TarError, render_failure
+from forkd.wire.tar import PackFailed, TarError, render_failure
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,12 +32,16 @@ _MAX_ANSWER_BYTES = 128 * 1024  # half a window: it is written whether or not so
 def parse_task(request: Request) -> Callable[[], int]:
     """What the child does; it returns an exit code."""
     task = request["archive"]
+    if task == "changes":
+        work = parse_changes(request, lambda data: _write(_STDOUT, data))
+        return lambda: _run(work)
     path = get_path(request)
     if task == "pack":
         return lambda: _run(lambda: _pack(path))
     if task == "unpack":
-        return lambda: _run(lambda: _unpack(path))
-    raise Refused("invalid", "archive must be pack or unpack")
+        keep = request.get("keep") is True
+        return lambda: _run(lambda: _unpack(path, keep))
+    raise Refused("invalid", "archive must be pack, unpack or changes")
 
 
 def _run(work: Callable[[], None]) -> int:
@@ -83,13 +88,13 @@ def _find_views() -> Set[int]:
     return found
 
 
-def _unpack(path: str) -> None:
+def _unpack(path: str, keep: bool) -> None:
     made = not os.path.lexists(path)
     try:
         os.makedirs(path, exist_ok=True)
     except FileExistsError:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
-    unpacker = Unpacker(path, follow=True, made=made)
+    unpacker = Unpacker(path, follow=True, made=made, keep=keep)
     try:
         while True:
             data = os.read(_STDIN, _READ_BYTES)
@@ -124,6 +129,10 @@ def explain(error: Exception) -> Refused:
         refused = refusal(error)
         path = str(error.filename or "").encode("utf-8", "backslashreplace").decode()
         return Refused(refused.code, "%s: %s" % (path, error.strerror), refused.errno_name)
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, PackFailed):
+        return Refused(error.code, str(error))
     if isinstance(error, TarError):
         return Refused("invalid", "The archive has %s" % error)
     if isinstance(error, Exceeded):

@@ -110,6 +110,7 @@ class Becoming(Stream):
         except OSError as error:
             self._failed(str(error))
             return
+        self._platform.finish(after)
         self._passed('"realtime_ns":%d,"rtt_ns":%d' % (after, rtt_ns))
         self._finish()
 

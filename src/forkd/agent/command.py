@@ -275,6 +275,9 @@ class Command(Stream):
 def parse_plan(request: Request, base_env: Dict[str, str]) -> Plan:
     if "archive" in request:
         plan = Plan([], base_env, (0, 0, 0))
+        if request["archive"] == "changes":
+            roots = request["facts"]["roots"]
+            plan.keep = () if roots is None else (roots.image, roots.upper)
         plan.task = parse_task(request)
         return plan
     argv = request.get("argv")

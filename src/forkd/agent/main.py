@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 
+from forkd.agent.changes import find_roots
 from forkd.agent.loop import Loop
 from forkd.agent.platform import Platform, Rehearsal
 from forkd.agent.port import ListeningPort, Port, open_virtio_port, open_vsock, parse_vsock_port
@@ -39,7 +40,7 @@ def main() -> NoReturn:
     loop = Loop()
     loop.catch_children()
     if fd is None:
-        Server(loop, open_guest_port(loop), Platform(), dict(_GUEST_ENV))
+        Server(loop, open_guest_port(loop), Platform(roots=find_roots()), dict(_GUEST_ENV))
         loop.run()
     else:
         adopt_orphans()

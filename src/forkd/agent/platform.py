@@ -15,9 +15,12 @@ from struct import Struct
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import List
+    from typing import Any, Dict, List, Tuple
+
+    from forkd.agent.changes import Roots
 
 _MACHINE_ID_BYTES = 33
+_MAX_STEPS = 100
 RNDADDENTROPY = 0x40085203
 RNDRESEEDCRNG = 0x5207
 _POOL_INFO = Struct("ii")  # entropy in bits, bytes that follow
@@ -81,7 +84,11 @@ class MachineIdFile:
 
 
 class Platform:
-    def __init__(self, root: str = "") -> None:
+    def __init__(self, root: str = "", roots: Roots | None = None) -> None:
+        self._roots = roots
+        self._began_ns = 0
+        self._born_ns = 0
+        self._steps: List[Tuple[int, int]] = []  # of the clock, since this fork: what it said then, and by how much
         self._scripts_directory = root + "/etc/forkd/on-fork.d"
         self._scripts: List[str] | None = None
         self._hostname_file = root + "/etc/hostname"
@@ -119,8 +126,26 @@ class Platform:
         return find_scripts(self._scripts_directory) if scripts is None else scripts
 
     def set_clock(self, unix_ns: int) -> int:
+        before_ns = time.time_ns()
         time.clock_settime_ns(time.CLOCK_REALTIME, unix_ns)
+        if len(self._steps) < _MAX_STEPS:
+            self._steps.append((unix_ns, unix_ns - before_ns))
         return time.time_ns()
+
+    def begin(self) -> None:
+        """We are a fork, and take a new identity: the clock is still that of where we come from."""
+        self._began_ns = time.time_ns()
+        self._born_ns = 0
+
+    def finish(self, now_ns: int) -> None:
+        """The clock is ours now. How it came to that is none of our changes."""
+        self._born_ns = now_ns
+        self._steps = []
+
+    def describe(self) -> Dict[str, Any]:
+        """What tells which files were written since the fork."""
+        times = {"began_ns": self._began_ns, "born_ns": self._born_ns, "steps": self._steps}
+        return dict(times, roots=self._roots)
 
     def sync(self) -> None:
         os.sync()

@@ -186,6 +186,8 @@ class Server:
 
     def _on_exec(self, stream: int, payload: bytes) -> None:
         request = decode_json(payload)
+        if request.get("archive") == "changes":
+            request["facts"] = self._platform.describe()
         self._check_free(stream)
         self._streams[stream] = Command(stream, request, self._loop, self._port, self._env, self._close)
 
@@ -200,6 +202,7 @@ class Server:
             self._env,
             self._close,
         )
+        self._platform.begin()
         self._end_session(detach=True)
         self._session = becoming.session
         self._open(stream, becoming)

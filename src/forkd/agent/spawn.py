@@ -34,6 +34,7 @@ class Plan:
         self.user: User | None = None
         self.terminal = False
         self.task: Callable[[], int] | None = None  # in place of a program: what a fork of the agent does
+        self.keep: Tuple[int, ...] = ()  # descriptors that it needs
 
 
 class User:
@@ -147,7 +148,7 @@ def _become_program(plan: Plan, report: int) -> NoReturn:
         stage = "cwd"
         _enter(plan)
         if plan.task is not None:
-            _do_task(plan.task)
+            _do_task(plan.task, plan.keep)
         stage = "exec"
         os.execvpe(plan.argv[0], plan.argv, plan.env)
     except OSError as error:
@@ -158,12 +159,12 @@ def _become_program(plan: Plan, report: int) -> NoReturn:
         os._exit(_NOT_STARTED)
 
 
-def _do_task(task: Callable[[], int]) -> NoReturn:
+def _do_task(task: Callable[[], int], keep: Tuple[int, ...]) -> NoReturn:
     """Without an exec nothing is closed by itself: not the report, whose end says that we run, nor the agent's port."""
     code = 1
     try:
         for name in os.listdir("/proc/self/fd"):
-            if int(name) > 2:
+            if int(name) > 2 and int(name) not in keep:
                 try:
                     os.close(int(name))
                 except OSError:

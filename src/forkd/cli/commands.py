@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 # Packages of the server extra. Any other missing package is a bug of ours.
 _SERVER_PACKAGES = frozenset(
-    {"httptools", "lz4", "prometheus_client", "pydantic", "qemu", "rich", "starlette", "uvicorn"}
+    {
+        *("cryptography", "httptools", "lz4", "prometheus_client", "pydantic"),
+        *("qemu", "rich", "starlette", "uvicorn", "zstandard"),
+    }
 )
 
 
@@ -36,7 +39,9 @@ COMMANDS = {
     "exec": Subcommand("exec", "run a command in a sandbox", True),
     "shell": Subcommand("exec", "open a shell in a sandbox", True),
     "eval": Subcommand("evaluate", "evaluate Python in a sandbox's warmed interpreter"),
-    "cp": Subcommand("cp", "copy files into and out of a sandbox"),
+    "cp": Subcommand("cp", "copy files into and out of a sandbox, or between two"),
+    "diff": Subcommand("compare", "compare the files of two sandboxes or snapshots"),
+    "merge": Subcommand("compare", "bring the files of a sandbox to its parent"),
     "logs": Subcommand("logs", "show a sandbox's console, or a process's output"),
     "timeout": Subcommand("inspect", "set or extend the deadline of sandboxes"),
     "rename": Subcommand("sandboxes", "give a sandbox a name"),
@@ -52,6 +57,11 @@ COMMANDS = {
     "snapshot": Subcommand("snapshot", "create, derive, list, inspect, verify and remove snapshots"),
     "snapshot-diff": Subcommand("chains", "forkd's word for: forkd snapshot derive"),
     "workspace": Subcommand("workspace", "create, list, suspend, resume and remove workspaces"),
+    "pack": Subcommand("pack", "write a snapshot, its chain and its image into one signed file"),
+    "unpack": Subcommand("pack", "take in a pack"),
+    "push": Subcommand("pack", "send a snapshot to another daemon or a web server"),
+    "pull": Subcommand("pack", "take in a snapshot from a web server or another daemon"),
+    "trust": Subcommand("trust", "list, add and remove the keys whose packs are taken in"),
     "up": Subcommand("daemon", "start a daemon that keeps running"),
     "down": Subcommand("daemon", "end all sandboxes and stop the daemon"),
     "status": Subcommand("daemon", "show the daemon and what it runs"),
@@ -73,11 +83,12 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 GROUPS: dict[str, tuple[str, ...]] = {
     "Sandboxes": (
-        *("run", "fork", "ls", "inspect", "exec", "shell", "eval", "cp", "logs"),
+        *("run", "fork", "ls", "inspect", "exec", "shell", "eval", "cp", "diff", "merge", "logs"),
         *("timeout", "rename", "pause", "resume", "rm"),
     ),
     "Branches": ("branch", "checkpoint", "rewind", "promote", "tree"),
     "Images, snapshots, workspaces": ("image", "snapshot", "snapshot-diff", "workspace"),
+    "Packs": ("pack", "unpack", "push", "pull", "trust"),
     "The daemon": ("up", "down", "status", "serve", "events", "token"),
     "This machine": ("doctor", "demo", "bench", "completion"),
 }

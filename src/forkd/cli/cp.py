@@ -1,4 +1,4 @@
-"""`forkd cp`: files and directories into and out of a sandbox.
+"""`forkd cp`: files and directories into and out of a sandbox, and between two.
 
 Names and files in a sandbox are not trusted: nothing is written outside the target, or through a link in it.
 """
@@ -49,7 +49,8 @@ class Guest:
 
 def add_cp(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Copy a file or a directory into a sandbox or out of it. One side is SANDBOX:/path; - is standard input or "
+        "Copy a file or a directory into a sandbox, out of it, or from one to another. SANDBOX:/path is in a sandbox; "
+        "the other side may be a path here, or - for standard input or "
         "output. Symlinks, modes and modification times are kept. Special files inside a directory are left out, and "
         "on the way out of a sandbox symlinks that lead out of the copy, with a warning."
     )
@@ -68,10 +69,12 @@ def run_cp(args: argparse.Namespace) -> int:
     elif isinstance(source, str) and isinstance(target, Remote):
         with _opened(args, target.sandbox) as guest:
             copied = _upload(guest, source, target.path)
+    elif isinstance(source, Remote) and isinstance(target, Remote):
+        with _opened(args, source.sandbox) as guest:
+            copied = _across(guest, source.path, target)
     else:
-        found = "both are in a sandbox" if isinstance(source, Remote) else "neither is SANDBOX:/path"
         raise InvalidInput(
-            f"forkd cp copies between this machine and one sandbox; {found}",
+            "forkd cp copies into a sandbox, out of it, or between two; neither is SANDBOX:/path",
             hint="Write: forkd cp FILE SANDBOX:/path, or forkd cp SANDBOX:/path FILE",
         )
     for skipped in copied.skipped:
@@ -158,13 +161,35 @@ def _upload(guest: Guest, place: str, target: str) -> CopyInfo:
     with failing("read", source):
         source.stat()
     name = last_name(os.fspath(source.absolute()) if source.name in ("", "..") else place)
+    return upload(guest.controller, guest.sandbox_id, source, _place(guest, target, name), guest.on_bytes)
+
+
+def _place(guest: Guest, target: str, name: str) -> str:
+    """Where a copy goes: into the target when it is a directory or ends in a slash, else under that name."""
     try:
         into = _is_directory(guest, target)
     except NotFound:
         into = target.endswith("/")
-    if into and name:
-        target = posixpath.join(target, name)
-    return upload(guest.controller, guest.sandbox_id, source, target, guest.on_bytes)
+    return posixpath.join(target, name) if into and name else target
+
+
+def _across(guest: Guest, source: str, target: Remote) -> CopyInfo:
+    """Like an upload; nothing is kept here on the way."""
+    from forkd.client.copying import copy
+
+    other = Guest(guest.controller, resolve(guest.controller, target.sandbox), guest.on_bytes)
+    _is_directory(guest, source)  # raises when there is no such file
+    path = _place(other, target.path, last_name(source))
+    if other.sandbox_id == guest.sandbox_id:
+        _check_apart(source, path)
+    return copy(guest.controller, guest.sandbox_id, source, other.sandbox_id, path, guest.on_bytes)
+
+
+def _check_apart(source: str, target: str) -> None:
+    """Within one sandbox: a directory in itself would have no end, and a file onto itself would be lost."""
+    above, below = (posixpath.normpath(path) for path in (source, target))
+    if posixpath.commonpath([above, below]) == above:
+        raise InvalidInput(f"{target} is {source} itself or in it", hint="Choose another target")
 
 
 def check_name(name: str) -> str:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from forkd.client.async_sandbox import AsyncSandbox as AsyncSandbox
     from forkd.client.async_spawn import AsyncSandboxes as AsyncSandboxes
     from forkd.client.controller import Controller as Controller
+    from forkd.client.merge_errors import MergeConflicts as MergeConflicts
+    from forkd.client.merge_errors import MergeIncomplete as MergeIncomplete
     from forkd.client.results import CommandFailed as CommandFailed
     from forkd.client.results import CommandResult as CommandResult
     from forkd.client.results import EvalFailed as EvalFailed
@@ -32,6 +34,8 @@ _HOMES = {
     "CommandResult": "results",
     "Controller": "controller",
     "EvalFailed": "results",
+    "MergeConflicts": "merge_errors",
+    "MergeIncomplete": "merge_errors",
     "Execution": "results",
     "Sandbox": "sandbox",
     "Sandboxes": "spawn",

@@ -21,6 +21,7 @@ from forkd.client.arguments import (
     render_options,
 )
 from forkd.client.async_branch_routes import FREEZE_S, SPAWN_EACH_S, SPAWN_S, AsyncBranchRoutes
+from forkd.client.async_packs import AsyncPackCalls
 from forkd.client.async_transport import AsyncTransport
 from forkd.client.call import API, Again, Call, delete, get, post, query_of, read_answer
 from forkd.client.endpoint import Endpoint, find_endpoint
@@ -37,7 +38,7 @@ _READ_INPUT_S = 90.0  # what a program is given to read what is written to it
 T = TypeVar("T")
 
 
-class AsyncController(AsyncBranchRoutes):
+class AsyncController(AsyncBranchRoutes, AsyncPackCalls):
     """`base_url`: else FORKD_URL, else the daemon's unix socket. `token`: else FORKD_TOKEN.
 
     `timeout` is how long an answer may take, in seconds; a command's own timeout comes on top. Plain dicts go in and
@@ -330,8 +331,11 @@ class AsyncController(AsyncBranchRoutes):
     async def read_file(self, sandbox_id: str, path: GuestPath) -> bytes:
         return await self._send(_read_file(sandbox_id, path))
 
-    def read_file_stream(self, sandbox_id: str, path: GuestPath) -> AsyncGenerator[bytes, None]:
-        return self.transport.download(_read_file(sandbox_id, path))
+    def read_file_stream(
+        self, sandbox_id: str, path: GuestPath, length: int | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """All of it, or its first `length` bytes."""
+        return self.transport.download(_read_file(sandbox_id, path, length))
 
     async def write_file(
         self,
@@ -361,11 +365,18 @@ class AsyncController(AsyncBranchRoutes):
         query = query_of(path=path_text(path))
         return self.transport.download(get(bytes, "sandboxes", sandbox_id, "archive", query=query))
 
-    async def write_archive(self, sandbox_id: str, path: GuestPath, content: AsyncData) -> api.ArchiveWritten:
-        """Unpack a tar archive into a directory, which is made."""
+    async def write_archive(
+        self, sandbox_id: str, path: GuestPath, content: AsyncData, keep: bool = False
+    ) -> api.ArchiveWritten:
+        """Unpack a tar archive into a directory, which is made. `keep`: owners and set-id bits too."""
         route = (API, "sandboxes", sandbox_id, "archive")
-        sent = async_content_of(content)
-        return await self._send(Call(api.ArchiveWritten, "PUT", route, query_of(path=path_text(path)), content=sent))
+        query = query_of(path=path_text(path), keep="true" if keep else None)
+        return await self._send(Call(api.ArchiveWritten, "PUT", route, query, content=async_content_of(content)))
+
+    def read_changes(self, sandbox_id: str, since_ns: int = 0, sha256: bool = False) -> AsyncGenerator[bytes, None]:
+        """What was written over the image, as JSON lines. `Sandbox.changes` reads them."""
+        query = query_of(since=since_ns or None, sha256="true" if sha256 else None)
+        return self.transport.download(get(bytes, "sandboxes", sandbox_id, "changes", query=query))
 
     async def remove_file(self, sandbox_id: str, path: GuestPath, recursive: bool = False) -> None:
         query = query_of(path=path_text(path), recursive="true" if recursive else None)
@@ -416,5 +427,5 @@ class AsyncController(AsyncBranchRoutes):
         await self._send(delete("workspaces", name))
 
 
-def _read_file(sandbox_id: str, path: GuestPath) -> Call[bytes]:
-    return get(bytes, "sandboxes", sandbox_id, "files", query=query_of(path=path_text(path)))
+def _read_file(sandbox_id: str, path: GuestPath, length: int | None = None) -> Call[bytes]:
+    return get(bytes, "sandboxes", sandbox_id, "files", query=query_of(path=path_text(path), length=length))

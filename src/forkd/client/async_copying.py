@@ -6,6 +6,7 @@ The target is the name of the copy, not a directory to put it into. A directory 
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -32,6 +33,66 @@ async def async_upload(
         mode, mtime_ns = (None, None) if info is None else (info.st_mode & 0o777, max(info.st_mtime_ns, 0))
         written = await controller.write_file(sandbox_id, target, data, mode, mtime_ns=mtime_ns)
     return CopyInfo(1, written["size"])
+
+
+async def async_copy(
+    controller: AsyncController,
+    source_id: str,
+    source: str,
+    target_id: str,
+    target: str,
+    on_bytes: OnBytes | None = None,
+) -> CopyInfo:
+    """From one sandbox into another, as it comes: nothing is kept here."""
+    copied = await _copy_directory(controller, source_id, source, target_id, target, on_bytes)
+    if copied is not None:
+        return copied
+    info = await controller.stat_file(source_id, source)
+    mode, mtime_ns = (info["mode"] & 0o777, max(info["mtime_ns"], 0)) if info["type"] == "file" else (None, None)
+    async with aclosing(controller.read_file_stream(source_id, source)) as chunks:
+        sent = _counted(chunks, on_bytes)
+        written = await controller.write_file(target_id, target, sent, mode, mtime_ns=mtime_ns)
+    return CopyInfo(1, written["size"])
+
+
+async def _copy_directory(
+    controller: AsyncController,
+    source_id: str,
+    source: str,
+    target_id: str,
+    target: str,
+    on_bytes: OnBytes | None,
+) -> CopyInfo | None:
+    """None when the source is no directory."""
+    async with aclosing(controller.read_archive(source_id, source)) as chunks:
+        try:
+            first = await anext(chunks, b"")
+        except ForkdError as error:
+            if error.code != "not_dir":
+                raise
+            return None
+        try:
+            sent = _chained(first, _counted(chunks, on_bytes))
+            answer = await controller.write_archive(target_id, target, sent)
+        except ForkdError as error:
+            stays = f"What was copied before that stays in {target} of {target_id}"
+            error.hint = f"{error.hint}. {stays}" if error.hint else stays
+            raise
+    skipped = [(each["path"], each["why"]) for each in answer["skipped"]]
+    return CopyInfo.of(answer["files"], answer["bytes"], skipped, source)
+
+
+async def _chained(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    yield first
+    async for chunk in rest:
+        yield chunk
+
+
+async def _counted(chunks: AsyncGenerator[bytes, None], on_bytes: OnBytes | None) -> AsyncGenerator[bytes, None]:
+    async for chunk in chunks:
+        if on_bytes is not None:
+            on_bytes(len(chunk))
+        yield chunk
 
 
 async def async_download(

@@ -6,14 +6,17 @@ import builtins
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from forkd.client.arguments import AsyncData, GuestPath, check_format, decode_file, guest_path
 from forkd.client.async_controller import AsyncController
-from forkd.client.async_copying import DEFAULT_MAX_BYTES, async_download, async_upload
+from forkd.client.async_copying import DEFAULT_MAX_BYTES, async_copy, async_download, async_upload
 from forkd.client.results import CopyInfo, EntryInfo, WriteInfo
 from forkd.errors import ForkdError, InvalidInput, NotFound
 from forkd.wire.api import FileInfo
+
+if TYPE_CHECKING:
+    from forkd.client.async_sandbox import AsyncSandbox
 
 
 class AsyncFiles:
@@ -67,6 +70,13 @@ class AsyncFiles:
         that leads out is left out (`skipped`).
         """
         return await async_download(self._controller, self._id, guest_path(remote), Path(local), max_bytes=max_bytes)
+
+    async def copy_to(self, path: GuestPath, other: AsyncSandbox, to: GuestPath) -> CopyInfo:
+        """A file or directory into another sandbox. `to` is the name of the copy; a directory there is filled.
+
+        It goes through this process as it comes. The other one must be of the same daemon.
+        """
+        return await async_copy(self._controller, self._id, guest_path(path), other.id, guest_path(to))
 
     async def list(self, path: GuestPath = ".") -> builtins.list[EntryInfo]:
         listing = await self._controller.list_files(self._id, guest_path(path))

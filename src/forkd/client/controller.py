@@ -24,6 +24,7 @@ from forkd.client.arguments import (
 from forkd.client.branch_routes import FREEZE_S, SPAWN_EACH_S, SPAWN_S, BranchRoutes
 from forkd.client.call import API, Again, Call, delete, get, post, query_of, read_answer
 from forkd.client.endpoint import Endpoint, find_endpoint
+from forkd.client.packs import PackCalls
 from forkd.client.stream import StreamEvent
 from forkd.client.transport import Transport
 from forkd.errors import ForkdError, Unreachable
@@ -38,7 +39,7 @@ _READ_INPUT_S = 90.0  # what a program is given to read what is written to it
 T = TypeVar("T")
 
 
-class Controller(BranchRoutes):
+class Controller(BranchRoutes, PackCalls):
     """`base_url`: else FORKD_URL, else the daemon's unix socket. `token`: else FORKD_TOKEN.
 
     `timeout` is how long an answer may take, in seconds; a command's own timeout comes on top. Plain dicts go in and
@@ -331,8 +332,11 @@ class Controller(BranchRoutes):
     def read_file(self, sandbox_id: str, path: GuestPath) -> bytes:
         return self._send(_read_file(sandbox_id, path))
 
-    def read_file_stream(self, sandbox_id: str, path: GuestPath) -> Generator[bytes, None, None]:
-        return self.transport.download(_read_file(sandbox_id, path))
+    def read_file_stream(
+        self, sandbox_id: str, path: GuestPath, length: int | None = None
+    ) -> Generator[bytes, None, None]:
+        """All of it, or its first `length` bytes."""
+        return self.transport.download(_read_file(sandbox_id, path, length))
 
     def write_file(
         self,
@@ -362,11 +366,16 @@ class Controller(BranchRoutes):
         query = query_of(path=path_text(path))
         return self.transport.download(get(bytes, "sandboxes", sandbox_id, "archive", query=query))
 
-    def write_archive(self, sandbox_id: str, path: GuestPath, content: Data) -> api.ArchiveWritten:
-        """Unpack a tar archive into a directory, which is made."""
+    def write_archive(self, sandbox_id: str, path: GuestPath, content: Data, keep: bool = False) -> api.ArchiveWritten:
+        """Unpack a tar archive into a directory, which is made. `keep`: owners and set-id bits too."""
         route = (API, "sandboxes", sandbox_id, "archive")
-        sent = content_of(content)
-        return self._send(Call(api.ArchiveWritten, "PUT", route, query_of(path=path_text(path)), content=sent))
+        query = query_of(path=path_text(path), keep="true" if keep else None)
+        return self._send(Call(api.ArchiveWritten, "PUT", route, query, content=content_of(content)))
+
+    def read_changes(self, sandbox_id: str, since_ns: int = 0, sha256: bool = False) -> Generator[bytes, None, None]:
+        """What was written over the image, as JSON lines. `Sandbox.changes` reads them."""
+        query = query_of(since=since_ns or None, sha256="true" if sha256 else None)
+        return self.transport.download(get(bytes, "sandboxes", sandbox_id, "changes", query=query))
 
     def remove_file(self, sandbox_id: str, path: GuestPath, recursive: bool = False) -> None:
         query = query_of(path=path_text(path), recursive="true" if recursive else None)
@@ -417,5 +426,5 @@ class Controller(BranchRoutes):
         self._send(delete("workspaces", name))
 
 
-def _read_file(sandbox_id: str, path: GuestPath) -> Call[bytes]:
-    return get(bytes, "sandboxes", sandbox_id, "files", query=query_of(path=path_text(path)))
+def _read_file(sandbox_id: str, path: GuestPath, length: int | None = None) -> Call[bytes]:
+    return get(bytes, "sandboxes", sandbox_id, "files", query=query_of(path=path_text(path), length=length))

@@ -7,6 +7,7 @@ The target is the name of the copy, not a directory to put it into. A directory 
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
 
@@ -33,6 +34,65 @@ def upload(
         mode, mtime_ns = (None, None) if info is None else (info.st_mode & 0o777, max(info.st_mtime_ns, 0))
         written = controller.write_file(sandbox_id, target, data, mode, mtime_ns=mtime_ns)
     return CopyInfo(1, written["size"])
+
+
+def copy(
+    controller: Controller,
+    source_id: str,
+    source: str,
+    target_id: str,
+    target: str,
+    on_bytes: OnBytes | None = None,
+) -> CopyInfo:
+    """From one sandbox into another, as it comes: nothing is kept here."""
+    copied = _copy_directory(controller, source_id, source, target_id, target, on_bytes)
+    if copied is not None:
+        return copied
+    info = controller.stat_file(source_id, source)
+    mode, mtime_ns = (info["mode"] & 0o777, max(info["mtime_ns"], 0)) if info["type"] == "file" else (None, None)
+    with closing(controller.read_file_stream(source_id, source)) as chunks:
+        sent = _counted(chunks, on_bytes)
+        written = controller.write_file(target_id, target, sent, mode, mtime_ns=mtime_ns)
+    return CopyInfo(1, written["size"])
+
+
+def _copy_directory(
+    controller: Controller,
+    source_id: str,
+    source: str,
+    target_id: str,
+    target: str,
+    on_bytes: OnBytes | None,
+) -> CopyInfo | None:
+    """None when the source is no directory."""
+    with closing(controller.read_archive(source_id, source)) as chunks:
+        try:
+            first = next(chunks, b"")
+        except ForkdError as error:
+            if error.code != "not_dir":
+                raise
+            return None
+        try:
+            sent = _chained(first, _counted(chunks, on_bytes))
+            answer = controller.write_archive(target_id, target, sent)
+        except ForkdError as error:
+            stays = f"What was copied before that stays in {target} of {target_id}"
+            error.hint = f"{error.hint}. {stays}" if error.hint else stays
+            raise
+    skipped = [(each["path"], each["why"]) for each in answer["skipped"]]
+    return CopyInfo.of(answer["files"], answer["bytes"], skipped, source)
+
+
+def _chained(first: bytes, rest: Generator[bytes, None, None]) -> Generator[bytes, None, None]:
+    yield first
+    yield from rest
+
+
+def _counted(chunks: Generator[bytes, None, None], on_bytes: OnBytes | None) -> Generator[bytes, None, None]:
+    for chunk in chunks:
+        if on_bytes is not None:
+            on_bytes(len(chunk))
+        yield chunk
 
 
 def download(

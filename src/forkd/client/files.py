@@ -7,14 +7,17 @@ import builtins
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from forkd.client.arguments import Data, GuestPath, check_format, decode_file, guest_path
 from forkd.client.controller import Controller
-from forkd.client.copying import DEFAULT_MAX_BYTES, download, upload
+from forkd.client.copying import DEFAULT_MAX_BYTES, copy, download, upload
 from forkd.client.results import CopyInfo, EntryInfo, WriteInfo
 from forkd.errors import ForkdError, InvalidInput, NotFound
 from forkd.wire.api import FileInfo
+
+if TYPE_CHECKING:
+    from forkd.client.sandbox import Sandbox
 
 
 class Files:
@@ -66,6 +69,13 @@ class Files:
         that leads out is left out (`skipped`).
         """
         return download(self._controller, self._id, guest_path(remote), Path(local), max_bytes=max_bytes)
+
+    def copy_to(self, path: GuestPath, other: Sandbox, to: GuestPath) -> CopyInfo:
+        """A file or directory into another sandbox. `to` is the name of the copy; a directory there is filled.
+
+        It goes through this process as it comes. The other one must be of the same daemon.
+        """
+        return copy(self._controller, self._id, guest_path(path), other.id, guest_path(to))
 
     def list(self, path: GuestPath = ".") -> builtins.list[EntryInfo]:
         listing = self._controller.list_files(self._id, guest_path(path))

@@ -22,6 +22,7 @@ from forkd.client.branching import Branching
 from forkd.client.controller import Controller
 from forkd.client.files import Files
 from forkd.client.lifetime import DEFAULT_LIFETIME_S, Lifetime
+from forkd.client.merging import Merging
 from forkd.client.output import Callback
 from forkd.client.processes import Commands, Pty, follow
 from forkd.client.renewal import Renewal
@@ -34,7 +35,7 @@ from forkd.wire.api import PingResponse, SandboxInfo
 EVAL_TIMEOUT_S = 30.0
 
 
-class Sandbox(Opening, Branching):
+class Sandbox(Merging, Opening, Branching):
     """Fork one from `tag` (else FORKD_TAG, else "pyagent"). In a `with` block it is killed at the end.
 
     With `spawn=False` the one whose guest_addr is `target` (else FORKD_TARGET) is found instead. `timeout` is for

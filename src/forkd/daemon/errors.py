@@ -16,6 +16,7 @@ STATUS: Mapping[str, int] = {
     "invalid_input": 400,
     "unauthorized": 401,
     "forbidden": 403,
+    "untrusted": 403,
     "not_found": 404,
     "method_not_allowed": 405,
     "conflict": 409,

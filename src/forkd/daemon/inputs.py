@@ -64,6 +64,7 @@ _PATH = {"type": "string", "pattern": "^/", "maxLength": 4095}
 # Of paths
 SandboxId = Annotated[str, WithJsonSchema({"type": "string", "pattern": TAG_PATTERN})]
 TagInPath = Annotated[str, WithJsonSchema({"type": "string", "pattern": TAG_PATTERN})]
+UploadId = Annotated[str, WithJsonSchema({"type": "string", "pattern": "^[0-9a-f]{24}$"})]
 Pid = Annotated[int, Field(ge=1, le=(1 << 31) - 1), BeforeValidator(_check_digits)]
 
 # Of queries
@@ -139,6 +140,17 @@ class SnapshotBody(Body):
     rw: bool = False
     tap: str | None = None
     boot_wait_secs: int = Field(10, ge=0, le=MAX_BOOT_WAIT_S)
+
+
+class PackBody(Body):
+    """A pack that will be sent. `origin` is where it comes from: its key is remembered for that."""
+
+    tag: Tag | None = None
+    origin: str | None = Field(None, max_length=300)
+    trust: bool = False
+    unsigned: bool = False
+    force: bool = False
+    keep_anyway: bool = False
 
 
 class CompactBody(Body):

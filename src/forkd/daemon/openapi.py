@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from forkd import __version__
 from forkd.daemon.route import Param, Raw, RawBody, Route
-from forkd.daemon.streams import BYTES, EVENTS
+from forkd.daemon.streams import BYTES, EVENTS, LINES
 from forkd.wire.api import ErrorBody, required_keys
 
 Schema = dict[str, Any]
@@ -163,7 +163,7 @@ def _success(route: Route) -> str:
     if route.gives is None:
         return statuses
     if isinstance(route.gives, Raw):
-        return f"{statuses} " + {EVENTS: "SSE", BYTES: "raw"}.get(route.gives.media_type, "text")
+        return f"{statuses} " + {EVENTS: "SSE", BYTES: "raw", LINES: "JSON lines"}.get(route.gives.media_type, "text")
     many = get_origin(route.gives) is list
     kind = f"list of {get_args(route.gives)[0].__name__}" if many else route.gives.__name__
     return f"{statuses} {kind}" + (" or SSE" if route.streams is not None else "")

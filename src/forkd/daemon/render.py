@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import base64
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TypeVar, cast
 
 from forkd.daemon.route import Answer
 from forkd.daemon.streams import render_event
 from forkd.engines.base import Phases
+from forkd.guest.changes import Change, Clocks
 from forkd.guest.files import FileInfo as GuestFile
 from forkd.guest.results import CommandResult, EvalResult
 from forkd.runtime.checkpoints import Checkpoint
@@ -22,6 +25,7 @@ from forkd.runtime.snapshots import SnapshotDetail, SnapshotView
 from forkd.runtime.spawn import Spawned
 from forkd.runtime.workspaces import WorkspaceRecord
 from forkd.wire.api import (
+    ChangesHead,
     CheckpointInfo,
     Event,
     FileInfo,
@@ -249,6 +253,18 @@ def render_process(command: GuestProcess) -> ProcessInfo:
 
 def render_file(info: GuestFile, path: str) -> FileInfo:
     return _render_same(FileInfo, info, path=path)
+
+
+def render_clocks(clocks: Clocks) -> bytes:
+    return render_line(_render_same(ChangesHead, clocks))
+
+
+def render_change(change: Change) -> bytes:
+    return render_line(asdict(change))
+
+
+def render_line(value: Mapping[str, object]) -> bytes:
+    return json.dumps(value).encode() + b"\n"
 
 
 def render_event_record(record: EventRecord) -> Event:

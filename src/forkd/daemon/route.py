@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from forkd.daemon.call import Call
 from forkd.daemon.errors import error_of_validation
-from forkd.daemon.streams import BYTES, EVENTS, EventStream, start_content, start_events
+from forkd.daemon.streams import BYTES, EVENTS, LINES, EventStream, start_content, start_events
 from forkd.errors import InvalidInput, NotFound
 
 T = TypeVar("T")
@@ -233,8 +233,8 @@ def _implied(path: str, body: Any, guest: bool) -> tuple[int, ...]:
 async def _answer_raw(call: Call, kind: Raw, value: Any) -> Response:
     if kind.media_type == EVENTS:
         return EventStream(value, endless=True) if kind.endless else await start_events(call, value)
-    if kind.media_type == BYTES:
-        return await start_content(call, value)
+    if kind.media_type in (BYTES, LINES):
+        return await start_content(call, value, kind.media_type)
     return Response(value, media_type=kind.media_type)
 
 

@@ -164,8 +164,9 @@ async def _until_stopped(daemon: Daemon, stopping: asyncio.Event) -> None:
 
 
 def is_idle(daemon: Daemon) -> bool:
-    activity = daemon.activity
-    if daemon.runtime.snapshots.in_flight or any(daemon.runtime.sandboxes.counts().values()):
+    activity, runtime = daemon.activity, daemon.runtime
+    in_flight = runtime.snapshots.in_flight or runtime.packs.in_flight
+    if in_flight or any(runtime.sandboxes.counts().values()):
         activity.touch()
         return False
     return 0 < activity.idle_exit_s <= activity.idle_s()

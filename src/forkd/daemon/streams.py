@@ -24,6 +24,7 @@ SILENCE_S = 15.0  # after which a comment shows that we are still there
 STALL_S = 60.0  # in which a piece of a file has to move
 EVENTS = "text/event-stream"
 BYTES = "application/octet-stream"
+LINES = "application/x-ndjson"
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 log = logging.getLogger("forkd.requests")
@@ -120,27 +121,37 @@ def _render_error(call: Call, error: ForkdError) -> bytes:
     return render_event("error", error_body(error))
 
 
-async def start_content(call: Call, content: Pieces) -> Response:
+async def start_content(call: Call, content: Pieces, media_type: str = BYTES) -> Response:
     """With the first piece at hand: an error before it is an answer with a status."""
     async with call.while_connected():
         first = await _next(content)
-    return Content(first, content)
+    return Content(first, content, media_type)
 
 
 class Content(Response):
-    """Of unknown length. When it fails half-way the connection is aborted: it must not look complete."""
+    """Of unknown length, unless the headers say it.
 
-    media_type = BYTES
+    When it fails half-way the connection is aborted: it must not look complete.
+    """
 
-    def __init__(self, first: bytes, rest: Pieces) -> None:
-        super().__init__(None, 200)
+    def __init__(
+        self,
+        first: bytes,
+        rest: Pieces,
+        media_type: str = BYTES,
+        *,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(None, status, media_type=media_type)
         del self.headers["content-length"]
+        self.headers.update(headers or {})
         self._first = first
         self._rest = rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call: Call = scope[CALL]
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async with call.while_connected(), aclosing(self._rest) as rest:
                 data = self._first

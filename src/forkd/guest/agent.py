@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from forkd.errors import GuestTimeout, InvalidInput, ProtocolError
 from forkd.guest.archive import ArchiveCalls
+from forkd.guest.changes import ChangeCalls
 from forkd.guest.channel import Channel
 from forkd.guest.exchange import CALL_S, Exchange, get_int, get_text, parse_object
 from forkd.guest.files import FileCalls
@@ -62,7 +63,7 @@ __import__('sys').modules['numpy'].__version__ if 'numpy' in __import__('sys').m
 OnOutput = Callable[[str, bytes], None]
 
 
-class Agent(FileCalls, ArchiveCalls):
+class Agent(FileCalls, ArchiveCalls, ChangeCalls):
     """Calls to the agent over one channel. Any number of them at a time; all fail when the channel is lost."""
 
     def __init__(self, channel: Channel, session: str) -> None:

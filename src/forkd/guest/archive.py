@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
-from forkd.errors import AgentError, InvalidInput, ProtocolError, Unsupported
+from forkd.errors import AgentError, ForkdError, InvalidInput, ProtocolError, Unsupported
 from forkd.guest.exchange import Caller, get_int, parse_failure, parse_object
 from forkd.guest.files import TRANSFER_S, check_path
 from forkd.guest.process import Process
@@ -37,9 +37,9 @@ class ArchiveCalls(Caller):
                     errors += data
             _check_done(await process.wait(), bytes(errors))
 
-    async def unpack(self, path: str, content: AsyncIterator[bytes]) -> Unpacked:
-        """Into a directory, which is made. What was unpacked before a failure stays."""
-        async with await self._start("unpack", path, stdin=True) as process:
+    async def unpack(self, path: str, content: AsyncIterator[bytes], *, keep: bool = False) -> Unpacked:
+        """Into a directory, which is made. What was unpacked before a failure stays. `keep`: with owners."""
+        async with await self._start("unpack", path, stdin=True, keep=keep) as process:
             async for data in content:
                 await process.write_stdin(data)
             process.close_stdin()
@@ -47,8 +47,8 @@ class ArchiveCalls(Caller):
         _check_done(result, result.stderr)
         return parse_unpacked(result.stdout)
 
-    async def _start(self, task: str, path: str, *, stdin: bool) -> Process:
-        request = {"archive": task, "path": check_path(path), "stdin": stdin}
+    async def _start(self, task: str, path: str, *, stdin: bool, keep: bool = False) -> Process:
+        request = {"archive": task, "path": check_path(path), "stdin": stdin, "keep": keep}
         process = Process(self.channel, request, TRANSFER_S)
         try:
             await process.started()
@@ -77,8 +77,12 @@ def parse_unpacked(answer: bytes) -> Unpacked:
 def _check_done(result: CommandResult, errors: bytes) -> None:
     if result.ok:
         return
+    raise find_failure(result, errors, "it copied a directory")
+
+
+def find_failure(result: CommandResult, errors: bytes, doing: str) -> ForkdError:
+    """What a task of the agent said before it ended."""
     try:
-        failure = parse_failure(errors)
+        return parse_failure(errors)
     except ProtocolError:
-        failure = AgentError(f"The guest's agent ended with {result.returncode} while it copied a directory")
-    raise failure
+        return AgentError(f"The guest's agent ended with {result.returncode} while {doing}")

@@ -17,6 +17,7 @@ from forkd.errors import (
     InvalidInput,
     NotFound,
     ProtocolError,
+    Unsupported,
 )
 from forkd.guest.channel import Channel
 from forkd.wire.agent import (
@@ -43,6 +44,7 @@ _ERRORS: dict[str, type[ForkdError]] = {
     "invalid": InvalidInput,
     "not_started": CommandNotStarted,
     "no_space": GuestFull,
+    "unsupported": Unsupported,
 }
 # Instead of the guest's words: "No space left on device" could be any device.
 _MESSAGES = {"no_space": "The guest's disk is full"}

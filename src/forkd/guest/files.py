@@ -18,7 +18,7 @@ from forkd.wire.agent import CALL, END, MAX_MESSAGE, STDOUT
 TRANSFER_S = 3600.0
 DEFAULT_READ_BYTES = 64 * 1024 * 1024
 MAX_ENTRIES = 5000
-_MAX_PATH_BYTES = 4095
+MAX_PATH_BYTES = 4095
 _TYPES = frozenset({"file", "dir", "symlink", "fifo", "socket", "char", "block", "unknown"})
 
 
@@ -164,8 +164,8 @@ def check_path(path: str) -> str:
         size = len(path.encode("utf-8", "surrogateescape"))
     except UnicodeEncodeError as error:
         raise InvalidInput("The path has characters that a file name cannot have") from error
-    if size > _MAX_PATH_BYTES:
-        raise InvalidInput(f"The path is longer than {_MAX_PATH_BYTES} bytes")
+    if size > MAX_PATH_BYTES:
+        raise InvalidInput(f"The path is longer than {MAX_PATH_BYTES} bytes")
     return path
 
 

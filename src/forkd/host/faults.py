@@ -36,6 +36,9 @@ POINTS = (
     "rewind.recorded",  # the row names the new one, the old one still runs
     "suspend.written",  # the state is on disk, the workspace does not name it
     "suspend.recorded",  # the workspace names it, the sandbox still runs
+    "unpack.staged",  # all of a pack is written and checked, nothing is visible
+    "unpack.image",  # its image is there
+    "unpack.published",  # one snapshot of its chain is there
     "layer.pages",  # written, their index is not
     "layer.sealed",
     "compact.written",  # whole, and not sealed

@@ -92,6 +92,12 @@ def staged_directory(final: Path, *, replace: bool = False) -> Iterator[Path]:
         _publish(staging, final, replace=replace)
 
 
+def publish_directory(staging: Path, final: Path, *, replace: bool = False) -> None:
+    """Sync a directory that is complete and give it its name. What had that name is then in `staging`."""
+    _sync_tree(staging)
+    _publish(staging, final, replace=replace)
+
+
 def sweep_staging(parent: Path) -> list[Path]:
     """Remove staging directories whose maker has died; returns what was removed."""
     if not parent.is_dir():

@@ -15,6 +15,7 @@ from importlib.resources import files
 from pathlib import PurePosixPath
 
 from forkd.errors import HostLacks
+from forkd.wire.agent import IMAGE_FD, UPPER_FD
 
 INITRD_FILE = "initrd.img"
 AGENT_SOURCE = "/forkd-agent"
@@ -87,7 +88,7 @@ try "mounting the image /dev/vda" mount -t erofs -o ro /dev/vda /lower
 try "mounting memory for changes" mount -t tmpfs -o mode=0755,size=75% tmpfs /upper
 try "making the overlay's directories" mkdir /upper/changes /upper/work
 try "mounting the overlay" mount -t overlay \\
-    -o lowerdir=/lower,upperdir=/upper/changes,workdir=/upper/work overlay /newroot
+    -o lowerdir=/lower,upperdir=/upper/changes,workdir=/upper/work,redirect_dir=off,metacopy=off overlay /newroot
 
 for name in dev proc sys run tmp; do
     mount_point "/newroot/$name"
@@ -109,6 +110,8 @@ for name in dev sys proc; do
     try "moving /$name" mount --move "/$name" "/newroot/$name"
 done
 
+# What was written, and what over: for the agent, by number. They have no path in the new root.
+exec @IMAGE_FD@</lower @UPPER_FD@</upper/changes
 exec busybox env -i @ENVIRONMENT@ /bin/busybox switch_root /newroot @PYTHON@ -I -B -u @HOME@/start.py
 """
 
@@ -117,6 +120,8 @@ def render_init(modules: Sequence[str], python: str) -> str:
     words = {
         "@MODULES@": " ".join(map(shlex.quote, modules)) or "''",
         "@WAIT@": str(_DEVICE_WAIT_TENTHS),
+        "@IMAGE_FD@": str(IMAGE_FD),
+        "@UPPER_FD@": str(UPPER_FD),
         "@SOURCE@": AGENT_SOURCE,
         "@HOME@": AGENT_HOME,
         "@PYTHON@": shlex.quote(python),

@@ -291,7 +291,7 @@ class Branches:
         async with offloaded(store.created(branch.tag, replace_existing=False)) as (staging, seal):
             saved = await self._engine.save(machine, staging)
             fault_point("branch.saved")
-            if parent is not None and saved.memory is not None and saved.memory.file != parent.root_memory:
+            if parent is not None and saved.memory is not None and not _is_root_of(parent, saved.memory):
                 parent = None  # another snapshot has the tag by now
             dirty, written = await in_thread(lambda: _write_memory(saved.memory, parent, staging))
             fault_point("branch.pages")
@@ -347,6 +347,11 @@ def _write_memory(memory: LiveMemory | None, parent: Snapshot | None, staging: P
         return layer.bytes_dirty, layer.bytes_written
     whole = write_whole(memory, staging)
     return whole.bytes_written, whole.bytes_written
+
+
+def _is_root_of(parent: Snapshot, memory: LiveMemory) -> bool:
+    root = parent.root_memory
+    return root is not None and root.samefile(memory.file)
 
 
 def new_tag(sandbox_id: str, prefix: str = PREFIX) -> SnapshotTag:

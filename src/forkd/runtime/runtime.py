@@ -26,6 +26,7 @@ from forkd.runtime.derive import Deriver
 from forkd.runtime.events import EventLog
 from forkd.runtime.lineage import DEFAULT_LINEAGE_POLICY, Lineage, LineagePolicy, find_lineage
 from forkd.runtime.origin import DEFAULT_POLICY, TemplatePolicy
+from forkd.runtime.packs import Packs
 from forkd.runtime.recovery import recover
 from forkd.runtime.registry import Registry, SandboxRecord
 from forkd.runtime.sandboxes import Sandboxes
@@ -58,6 +59,7 @@ class Runtime:
         self.sandboxes = Sandboxes(home, engine, registry, self.events)
         self.templates = Templates(engine, home.vms, options.templates)
         self.snapshots = Snapshots(home, engine, registry, self.events, self.templates)
+        self.packs = Packs(home, engine, self.snapshots)
         drop_limits = options.unenforced_limits == "drop"
         self.branches = Branches(self.sandboxes, self.snapshots, self.templates, options.branches_at_once)
         spawner = Spawner(
@@ -91,6 +93,7 @@ class Runtime:
                 runtime.snapshots.recover()
                 await runtime.workspaces.recover()
                 await runtime.collect()
+                runtime.packs.recover()
                 runtime.events.emit("daemon.started", data={"pid": os.getpid(), "engine": engine.name})
                 async with runtime.upkeep.running():
                     yield runtime
@@ -100,6 +103,7 @@ class Runtime:
     async def _close(self, options: RuntimeOptions) -> None:
         self.events.emit("daemon.stopping")
         await self.branches.close()
+        await self.packs.close()
         await self.snapshots.close()
         await self.templates.close()
         if options.on_stop == "kill":

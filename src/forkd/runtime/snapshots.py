@@ -8,7 +8,7 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -282,6 +282,18 @@ class Snapshots:
                     continue
             removed.append(each)
         return Pruning(tuple(removed), len(stored) - len(removed))
+
+    def check_not_making(self, tag: SnapshotTag) -> None:
+        if tag in self._making or tag in self.branches:
+            raise Conflict(f"Snapshot {tag} is being made", hint="Wait until it is ready, or remove it")
+
+    def tell_of_imported(self, tags: Sequence[SnapshotTag]) -> None:
+        """These came with a pack; templates are of what they replaced."""
+        for tag in tags:
+            with self._registry.transaction():
+                self._registry.remove_job(tag)
+                self._events.emit("snapshot.ready", snapshot_tag=tag)
+            self._templates.drop_soon(self.store.root / tag)
 
     async def close(self) -> None:
         """The daemon stops: unfinished jobs are given up, and recorded as failed for the next daemon."""

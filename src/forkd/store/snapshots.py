@@ -26,6 +26,8 @@ from forkd.host.files import (
     STAGING_PREFIX,
     digest_chunks,
     enough_disk,
+    publish_directory,
+    scratch_directory,
     staged_directory,
     sweep_staging,
     verify_files,
@@ -152,7 +154,7 @@ class SnapshotStore:
             if os.path.lexists(final) and not replace_existing:
                 raise Conflict(f"Snapshot {tag} exists already", hint="Choose another tag or pass --replace")
             if replace_existing:
-                self._refuse_to_replace_below_layers(tag)
+                self.refuse_to_replace_below_layers(tag)
             # The lock on the old one is released last, when the new one is in its place.
             with staged_directory(final, replace=replace_existing) as staging:
 
@@ -164,10 +166,37 @@ class SnapshotStore:
                         fault_point("layer.sealed")
                     if replace_existing and final.is_dir():
                         locks.enter_context(self._locked(tag, fcntl.LOCK_EX))
-                        self._refuse_to_replace_below_layers(tag)
+                        self.refuse_to_replace_below_layers(tag)
 
                 yield staging, seal
                 assert (staging / MANIFEST).is_file(), "a snapshot was not sealed"
+
+    def read_manifest(self, tag: SnapshotTag) -> bytes:
+        """As it is on disk: a layer knows its parent by the hash of it. Raises NotFound, SnapshotDamaged."""
+        return self._read(tag)
+
+    @contextlib.contextmanager
+    def staged(self) -> Iterator[Path]:
+        """A directory for snapshots that come from elsewhere, each in one of its own; for `adopt`."""
+        with _writable(self.root), enough_disk(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            sweep_staging(self.root)
+        with scratch_directory(self.root) as staging:
+            yield staging
+
+    def adopt(self, snapshot: Snapshot, manifest: bytes, *, replace_existing: bool) -> None:
+        """Give its tag to a snapshot whose directory is in `staged`, with all files of this manifest."""
+        tag, directory = snapshot.manifest.tag, snapshot.directory
+        (directory / MANIFEST).write_bytes(manifest)
+        for path in directory.iterdir():
+            path.chmod(0o644)
+        with contextlib.ExitStack() as locks, enough_disk(self.root):
+            if snapshot.manifest.parent is not None:
+                locks.enter_context(self._parent_locked(snapshot.manifest))
+            if replace_existing and self._path(tag).is_dir():
+                locks.enter_context(self._locked(tag, fcntl.LOCK_EX))
+                self.refuse_to_replace_below_layers(tag)
+            publish_directory(directory, self._path(tag), replace=replace_existing)
 
     def compact(self, tag: SnapshotTag, to: SnapshotTag) -> Snapshot:
         """The same as one root, under another tag: what it lies over is not needed for that."""
@@ -303,7 +332,7 @@ class SnapshotStore:
                 )
             yield
 
-    def _refuse_to_replace_below_layers(self, tag: SnapshotTag) -> None:
+    def refuse_to_replace_below_layers(self, tag: SnapshotTag) -> None:
         if layers := self.dependents(tag):
             raise refuse_replacement(tag, layers)
 

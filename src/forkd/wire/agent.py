@@ -34,6 +34,9 @@ MAX_STREAMS = 64
 WINDOW_BYTES = 256 * 1024  # what may be under way in one direction of one stream before the reader grants more
 GRANT_BYTES = WINDOW_BYTES // 4  # readers grant in steps of at least this; the host refuses smaller ones
 
+# Directories that the initramfs leaves open to the agent: the image, and what was written over it.
+IMAGE_FD, UPPER_FD = 8, 9
+
 # Requests of the host
 HELLO = 1
 CALL = 2

@@ -56,6 +56,25 @@ class SpawnCancelled(TypedDict):
     removed: list[str]  # ids
 
 
+class PackUpload(TypedDict):
+    id: str
+    offset: int
+    done: bool
+    unpacked_bytes: int
+    total_bytes: int | None  # unpacked; known once the head of the pack is there
+    expires_in_secs: float
+
+
+class PackImported(TypedDict):
+    tag: str
+    made: list[str]
+    reused: list[str]
+    image_id: str
+    image_reused: bool
+    key: str | None
+    warning: str | None
+
+
 class SnapshotInfo(TypedDict):
     tag: str
     dir: str
@@ -235,6 +254,35 @@ class ArchiveWritten(TypedDict):
     files: int
     bytes: int
     skipped: list[LeftOut]
+
+
+class FileFacts(TypedDict):
+    type: Literal["file", "dir", "symlink", "fifo", "socket", "char", "block", "unknown"]
+    size: int
+    mode: int
+    uid: int
+    gid: int
+    mtime_ns: int
+    target: str | None
+    sha256: str | None
+
+
+class ChangeInfo(TypedDict):
+    path: str
+    ctime_ns: int
+    ino: int
+    file: FileFacts | None  # None: it was removed
+    base: FileFacts | None  # as the image has it
+
+
+class ChangesHead(TypedDict):
+    image: str
+    now_ns: int
+    host_before_ns: int
+    host_after_ns: int
+    began_ns: int
+    born_ns: int
+    steps: list[list[int]]
 
 
 class Event(TypedDict):

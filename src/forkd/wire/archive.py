@@ -148,10 +148,13 @@ class _Level:
         self.made = made
         self.made_of = made_of
 
-    def leave(self) -> None:
+    def leave(self, keep: bool) -> None:
         try:
-            if self.made and self.made_of is not None:
-                os.fchmod(self.fd, self.made_of.mode & 0o777)
+            if self.made_of is not None and keep:
+                _set_owner(self.fd, self.made_of)
+            if self.made_of is not None and self.made:
+                if not keep:
+                    os.fchmod(self.fd, self.made_of.mode & 0o777)
                 _set_time(self.fd, self.made_of)
         finally:
             os.close(self.fd)
@@ -162,15 +165,26 @@ class Unpacker:
 
     Files and links of the same name are replaced, directories are filled. `follow`: links that are there may lead to
     directories, and those in the archive anywhere. Without it none is followed, and one that leads out is left out.
+    `keep`: what is written gets owners and set-id bits too, directories that are there their mode, and no link that is
+    there is followed.
     An OSError has the name of the entry as its `filename`.
     """
 
-    def __init__(self, root: str, *, follow: bool = False, made: bool = False, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        root: str,
+        *,
+        follow: bool = False,
+        made: bool = False,
+        max_bytes: int | None = None,
+        keep: bool = False,
+    ) -> None:
         """`made`: the directory is new, and gets the mode and time of the one that was packed."""
         self.files = 0
         self.bytes = 0
         self.skipped: List[Tuple[str, str]] = []  # name and reason
-        self._directory = _DIRECTORY if follow else _DIRECTORY | os.O_NOFOLLOW
+        self._directory = _DIRECTORY if follow and not keep else _DIRECTORY | os.O_NOFOLLOW
+        self._keep = keep
         self._follow = follow
         self._max_bytes = max_bytes
         self._reader = Reader()
@@ -266,7 +280,7 @@ class Unpacker:
 
     def _leave(self, depth: int) -> None:
         while len(self._levels) > depth:
-            self._levels.pop().leave()
+            self._levels.pop().leave(self._keep)
 
     # Files and links
 
@@ -286,8 +300,11 @@ class Unpacker:
     def _complete(self) -> None:
         entry, fd = self._entry, self._file
         assert entry is not None
-        # Never set-id: who packs must not choose as whom it runs here.
-        os.fchmod(fd, entry.mode & 0o777)
+        if self._keep:
+            _set_owner(fd, entry)
+        else:
+            # Never set-id: who packs must not choose as whom it runs here.
+            os.fchmod(fd, entry.mode & 0o777)
         _set_time(fd, entry)
         self._file = -1
         os.close(fd)
@@ -304,6 +321,8 @@ class Unpacker:
         above = self._levels[-1].fd
         os.symlink(entry.target, self._temporary, dir_fd=above)
         times = (entry.mtime_ns, entry.mtime_ns)
+        if self._keep:
+            os.chown(self._temporary, entry.uid, entry.gid, dir_fd=above, follow_symlinks=False)
         os.utime(self._temporary, ns=times, dir_fd=above, follow_symlinks=False)
         self._put_in_place()
 
@@ -366,6 +385,12 @@ def leads_out(target: str, depth: int) -> bool:
 
 def _refuse_name(name: str) -> NoReturn:
     raise TarError("a file name that is not valid: %s" % shown(name))
+
+
+def _set_owner(fd: int, entry: Entry) -> None:
+    """And the mode, which a change of the owner would take bits from."""
+    os.fchown(fd, entry.uid, entry.gid)
+    os.fchmod(fd, entry.mode)
 
 
 def _set_time(fd: int, entry: Entry) -> None:

@@ -35,6 +35,7 @@ _BLANK_CHECKSUM = b" " * 8
 _BLANK_SUM = sum(_BLANK_CHECKSUM)
 _USTAR = b"ustar\x0000"
 _ID = b"0000000\0"
+_MAX_ID = 8**7
 
 _FLAGS = {"file": b"0", "symlink": b"2", "char": b"3", "block": b"4", "dir": b"5", "fifo": b"6", "socket": b"6"}
 _KINDS = {
@@ -70,15 +71,25 @@ class PackFailed(Exception):
 class Entry:
     """Names are relative, with / between; bytes that are not UTF-8 are surrogate escapes."""
 
-    __slots__ = ("kind", "mode", "mtime_ns", "name", "size", "target")
+    __slots__ = ("gid", "kind", "mode", "mtime_ns", "name", "size", "target", "uid")
 
-    def __init__(self, name: str, kind: str, mode: int, mtime_ns: int, size: int = 0, target: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        mode: int,
+        mtime_ns: int,
+        size: int = 0,
+        target: str = "",
+        owner: Tuple[int, int] = (0, 0),
+    ) -> None:
         self.name = name
         self.kind = kind
         self.mode = mode
         self.mtime_ns = mtime_ns
         self.size = size
         self.target = target
+        self.uid, self.gid = owner
 
 
 def render_entry(entry: Entry) -> bytes:
@@ -98,7 +109,11 @@ def render_entry(entry: Entry) -> bytes:
     seconds, fraction = divmod(entry.mtime_ns, 10**9)
     if fraction or not 0 <= seconds < _MAX_OCTAL:
         records.append(_render_record(b"mtime", _render_time(entry.mtime_ns)))
-    header = _render_header(name, entry.mode, entry.size, seconds, _FLAGS[entry.kind], target)
+    owner = (entry.uid, entry.gid)
+    for key, number in zip((b"uid", b"gid"), owner):
+        if number >= _MAX_ID:
+            records.append(_render_record(key, b"%d" % number))
+    header = _render_header(name, entry.mode, entry.size, seconds, _FLAGS[entry.kind], target, owner)
     return _render_records(records) + header if records else header
 
 
@@ -111,13 +126,22 @@ def padding(size: int) -> bytes:
     return bytes(-size % BLOCK)
 
 
-def _render_header(name: bytes, mode: int, size: int, seconds: int, flag: bytes, target: bytes = b"") -> bytes:
+def _render_header(
+    name: bytes,
+    mode: int,
+    size: int,
+    seconds: int,
+    flag: bytes,
+    target: bytes = b"",
+    owner: Tuple[int, int] = (0, 0),
+) -> bytes:
+    uid, gid = (b"%07o\0" % (number if number < _MAX_ID else 0) for number in owner)
     made = bytearray(
         _FIELDS.pack(
             name[:_NAME_FIELD],
             b"%07o\0" % mode,
-            _ID,
-            _ID,
+            uid,
+            gid,
             b"%011o\0" % (size if size < _MAX_OCTAL else 0),
             b"%011o\0" % min(max(seconds, 0), _MAX_OCTAL - 1),
             _BLANK_CHECKSUM,
@@ -257,7 +281,8 @@ class Reader:
         if abs(mtime_ns) >= _MAX_TIME_NS:
             raise TarError("an entry of a wrong time: %s" % shown(name))
         target = "" if kind != "symlink" else _decode(records.get(b"linkpath") or fields[8].partition(b"\0")[0])
-        return Entry(name, kind, _parse_number(fields[1]) & 0o7777, mtime_ns, size, target)
+        owner = (_parse_owner(records.get(b"uid"), fields[2]), _parse_owner(records.get(b"gid"), fields[3]))
+        return Entry(name, kind, _parse_number(fields[1]) & 0o7777, mtime_ns, size, target, owner)
 
     def _gather(self, piece: bytes) -> None:
         self._gathered += piece
@@ -297,6 +322,13 @@ def _parse_number(field: bytes) -> int:
     except ValueError:
         number = -1
     if number < 0:
+        raise TarError("a damaged header")
+    return number
+
+
+def _parse_owner(record: bytes | None, field: bytes) -> int:
+    number = _parse_number(field) if record is None else _parse_decimal(record)
+    if number >= 1 << 32:
         raise TarError("a damaged header")
     return number
 

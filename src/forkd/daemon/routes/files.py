@@ -8,12 +8,14 @@ from contextlib import aclosing, asynccontextmanager
 
 from forkd.daemon.call import Call, while_connected
 from forkd.daemon.inputs import FilePath, Flag, MkdirBody, Mode, Number, RenameBody, SandboxId
-from forkd.daemon.render import render_file
+from forkd.daemon.render import render_change, render_clocks, render_file, render_line
 from forkd.daemon.route import Raw, RawBody, route
 from forkd.daemon.routes.guest import guest
-from forkd.daemon.streams import BYTES, STALL_S, Pieces, stalled
+from forkd.daemon.streams import BYTES, LINES, STALL_S, Pieces, stalled
+from forkd.guest.changes import Change
 from forkd.runtime.child import LiveSandbox, Turn
 from forkd.wire.api import ArchiveWritten, FileInfo, FileListing, FileWritten, LeftOut
+from forkd.wire.archive import PIECE_BYTES
 
 
 @route("GET", "/v1/sandboxes/{id}/files", gives=Raw(BYTES, "The content"), guest=True, plus=True)
@@ -54,10 +56,13 @@ async def read_archive(call: Call, id: SandboxId, path: FilePath) -> Pieces:
 
 
 @route("PUT", "/v1/sandboxes/{id}/archive", takes=RawBody(), guest=True, plus=True)
-async def write_archive(call: Call, id: SandboxId, path: FilePath, body: AsyncGenerator[bytes, None]) -> ArchiveWritten:
-    """Unpack a tar archive into a directory, which is made. `skipped`: devices, FIFOs and sockets."""
+async def write_archive(
+    call: Call, id: SandboxId, path: FilePath, body: AsyncGenerator[bytes, None], keep: Flag = False
+) -> ArchiveWritten:
+    """Unpack a tar archive into a directory, which is made. `skipped`: devices, FIFOs and sockets. With `?keep=true`
+    owners and set-id bits too."""
     async with _taken(call, id, body) as (live, sent):
-        done = await live.agent.unpack(path, sent)
+        done = await live.agent.unpack(path, sent, keep=keep)
     skipped: list[LeftOut] = [{"path": name, "why": why} for name, why in done.skipped]
     return {"path": path, "files": done.files, "bytes": done.bytes, "skipped": skipped}
 
@@ -98,6 +103,27 @@ async def rename_file(call: Call, id: SandboxId, body: RenameBody) -> None:
     """Within the guest."""
     async with guest(call, id) as live:
         await live.agent.rename(body.path, body.to)
+
+
+@route("GET", "/v1/sandboxes/{id}/changes", gives=Raw(LINES, "A head, changes, an end"), guest=True, plus=True)
+async def list_changes(call: Call, id: SandboxId, since: Number = 0, sha256: Flag = False) -> Pieces:
+    """What was written over the image, with a ctime later than `since` (ns): JSON lines, below."""
+    count = 0
+    async with call.runtime.sandboxes.use(id) as live, live.turn(Turn.CALL):
+        async with aclosing(live.agent.changes(since_ns=since, sha256=sha256)) as found:
+            held = bytearray()
+            async for each in found:
+                if isinstance(each, Change):
+                    count += 1
+                    held += render_change(each)
+                elif each is not None:
+                    yield render_clocks(each)
+                if len(held) >= PIECE_BYTES or (each is None and held):
+                    yield bytes(held)
+                    held.clear()
+                elif each is None:
+                    yield b"\n"  # it hashes a large file
+    yield render_line({"end": True, "count": count})
 
 
 @asynccontextmanager

@@ -26,6 +26,7 @@ from forkd.engines.qemu.live_fork import finished_or_killed, fork_machine
 from forkd.engines.qemu.machine import VMM_LOG, QemuMachine, adopt
 from forkd.engines.qemu.memory import make_private, opened_content
 from forkd.engines.qemu.monitor import QMP_SOCKET, Incoming, Monitor
+from forkd.engines.runs import files_of
 from forkd.errors import Unsupported
 from forkd.host.cgroup import Group
 from forkd.host.marked import Marked, render_environment
@@ -133,7 +134,7 @@ class QemuEngine:
                 f"The engine qemu cannot run a layer here: {lack}", hint="Compact the snapshot: forkd snapshot compact"
             )
         phases = Phases(time.monotonic())
-        files = [frozen.boot.root, frozen.memory_file, *{run.file for run in frozen.runs if run.file is not None}]
+        files = [frozen.boot.root, frozen.memory_file, *files_of(frozen.runs)]
         with made_directory(directory), grouped(directory, limits, files) as group:
             return self._spawn(frozen, directory, group, phases, role, traceable=lack is None)
 

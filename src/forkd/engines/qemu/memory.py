@@ -13,16 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from forkd.engines.runs import files_of, write_runs
 from forkd.errors import EngineFailed
-from forkd.host.pages import LiveMemory, Mapping, find_memory, parse_mappings
+from forkd.host.pages import Area, LiveMemory, Mapping, find_memory, parse_mappings
 from forkd.host.procfork.program import Call
 from forkd.host.procfork.registers import POLLS
-from forkd.host.procfork.source import make_calls
+from forkd.host.procfork.source import make_calls, make_many_calls
 from forkd.model.memory import PAGE, Run, cut, merge_runs
 
 # Each costs a system call at the start, and a little in every fork; the rest of a layer is copied.
 MOST_MAPPED = 512
-_CHUNK_BYTES = 1024 * 1024
 _CLOSE, _MMAP = 3, 9
 _READ_WRITE = 3
 _PRIVATE, _FIXED, _ANONYMOUS = 0x02, 0x10, 0x20
@@ -47,7 +47,7 @@ def opened_content(file: Path, runs: Sequence[Run]) -> Iterator[Content]:
     mapped, copied = choose_mapped(runs)
     with contextlib.ExitStack() as opened:
         fds = []
-        for path in sorted({run.file for run in mapped if run.file is not None}):
+        for path in files_of(mapped):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             opened.callback(os.close, fd)
             fds.append((path, fd))
@@ -61,9 +61,9 @@ def make_private(pid: int, content: Content, then: Sequence[Call] = ()) -> None:
         size = content.file.stat().st_size
         address = find_address(_read_maps(pid), link, size)
         calls = render_mapping(content, address, size, fd)
-        make_calls(pid, [*calls, *then], POLLS)
+        (make_many_calls if content.mapped else make_calls)(pid, [*calls, *then], POLLS)
         _check_private(pid, link)
-        _copy(pid, address, content.copied)
+        write_runs(LiveMemory(pid, content.file, (Area(0, address, size),)), content.copied)
 
 
 def find_live_memory(pid: int) -> LiveMemory:
@@ -72,9 +72,10 @@ def find_live_memory(pid: int) -> LiveMemory:
     if file is None:
         raise EngineFailed("The VM was started with memory that cannot be saved", hint="Fork its snapshot again")
     with _understood(pid, file):
-        _, link = _find_descriptor(pid, file)
-        _check_private(pid, link)
-        return find_memory(pid, file, file.stat().st_size)
+        # Its own descriptor stays, though the snapshot may be gone.
+        held = _find_memory_descriptor(pid, file)
+        _check_private(pid, str(held.readlink()))
+        return find_memory(pid, held, held.stat().st_size)
 
 
 def choose_mapped(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
@@ -114,7 +115,8 @@ def _map(address: int, length: int, how: int, fd: int, at: int) -> Call:
 def find_mapped(maps: str, link: str) -> list[Mapping]:
     """The pieces of a file, by the name that the kernel has for it. Pure."""
     name = link.replace("\n", "\\012")
-    return [mapping for mapping in parse_mappings(maps) if mapping.path == name]
+    lines = [line for line in maps.splitlines() if line.endswith(name)]  # to take all of them apart takes a millisecond
+    return [mapping for mapping in parse_mappings("\n".join(lines)) if mapping.path == name]
 
 
 def find_address(maps: str, link: str, size: int) -> int:
@@ -139,22 +141,6 @@ def _check_private(pid: int, link: str) -> None:
         raise EngineFailed("QEMU still shares its memory with the snapshot", hint="Fork it again")
 
 
-def _copy(pid: int, address: int, runs: Sequence[Run]) -> None:
-    with contextlib.ExitStack() as opened:
-        memory = opened.enter_context(Path(f"/proc/{pid}/mem").open("r+b", buffering=0)).fileno()
-        files = {path: opened.enter_context(path.open("rb", buffering=0)).fileno() for path in _files(runs)}
-        for run in runs:
-            for done in range(0, run.length, _CHUNK_BYTES):
-                size = min(_CHUNK_BYTES, run.length - done)
-                data = bytes(size) if run.file is None else os.pread(files[run.file], size, run.at + done)
-                if len(data) != size or os.pwrite(memory, data, address + run.start + done) != size:
-                    raise EngineFailed(f"The memory of process {pid} could not be written")
-
-
-def _files(runs: Sequence[Run]) -> set[Path]:
-    return {run.file for run in runs if run.file is not None}
-
-
 def _find_descriptor(pid: int, file: Path) -> tuple[int, str]:
     """QEMU's own of its memory file, and what the kernel calls that."""
     wanted = file.stat()
@@ -163,6 +149,20 @@ def _find_descriptor(pid: int, file: Path) -> tuple[int, str]:
             if os.path.samestat(entry.stat(), wanted):
                 return int(entry.name), str(entry.readlink())
     raise EngineFailed(f"QEMU does not have {file} open", hint="The snapshot was replaced: fork the new one")
+
+
+def _find_memory_descriptor(pid: int, file: Path) -> Path:
+    """The only file that QEMU may both read and write. By what the kernel has of it: it may have lost its name."""
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if entry.is_file() and _is_writable(Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text()):
+                return entry
+    raise EngineFailed(f"QEMU does not have {file} open any more", hint="Fork its snapshot again")
+
+
+def _is_writable(fdinfo: str) -> bool:
+    flags = int(fdinfo.partition("flags:")[2].split()[0], 8)
+    return flags & os.O_ACCMODE == os.O_RDWR
 
 
 def _read_maps(pid: int) -> str:

@@ -158,6 +158,8 @@ async def read_answer(sock: socket.socket) -> dict[str, Any]:
 
     def look() -> None:
         nonlocal skipped
+        if found.done():  # nobody waits any more
+            return
         try:
             seen = sock.recv(_MOST_BEFORE_ANSWER_BYTES, socket.MSG_PEEK)
             answer, size = find_answer(seen)
