@@ -138,10 +138,18 @@ class Runtime:
 
     async def prune(self, policy: RetentionPolicy, *, dry_run: bool) -> Pruning:
         """Never what a sandbox, a workspace or another snapshot needs."""
-        in_use = {record.snapshot_tag for record in self.registry.list_sandboxes()}
+        records = self.registry.list_sandboxes()
+        in_use = {record.snapshot_tag for record in records}
+        in_use |= {view.tag for view in self.snapshots.list() if is_checkpoint(view, {each.id for each in records})}
         in_use |= {row.source_snapshot_tag for row in self.registry.list_workspaces()}
         in_use |= {row.current_state_tag for row in self.registry.list_workspaces() if row.current_state_tag}
         return await self.snapshots.prune(policy, in_use, dry_run=dry_run)
+
+
+def is_checkpoint(view: SnapshotView, alive: Collection[str]) -> bool:
+    """Of one of these sandboxes."""
+    origin = view.manifest.origin if view.manifest else None
+    return origin is not None and origin.checkpoint is not None and origin.branched_from in alive
 
 
 def is_left_over(view: SnapshotView, alive: Collection[str], used: Collection[str]) -> bool:
