@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forkd.engines.base import Engine, Machine
@@ -206,17 +206,28 @@ class Branches:
         return snapshot if snapshot.depth < MAX_DEPTH else None
 
     @contextlib.asynccontextmanager
-    async def captured(self, sandbox_id: str) -> AsyncIterator[Origin]:
-        """What forks of a sandbox start from, for as long as the block runs. No tag is left where the engine can."""
+    async def captured(self, sandbox_id: str, tag: SnapshotTag | None = None) -> AsyncIterator[Origin]:
+        """What forks of a sandbox start from, for as long as the block runs. No tag is left where the engine can.
+
+        With `tag` it is kept under that, unless the block fails.
+        """
         record, live = self._sandboxes.get(sandbox_id), self._sandboxes.held(sandbox_id)
-        async with live.lock:
-            if live.state not in (State.RUNNING, State.PAUSED):
-                raise not_running(self._sandboxes.get(record.id))
-            frozen = await self._fork_paused(live)
+        frozen = None
+        if tag is None:
+            async with live.lock:
+                if live.state not in (State.RUNNING, State.PAUSED):
+                    raise not_running(self._sandboxes.get(record.id))
+                frozen = await self._fork_paused(live)
         if frozen is None:
-            branch = await self._branch(record.id, BranchRequest(new_tag(record.id, FORK_PREFIX), auto=True))
-            async with self._snapshots.held(branch.tag) as origin:
-                yield origin
+            chosen = BranchRequest(new_tag(record.id, FORK_PREFIX), auto=True) if tag is None else BranchRequest(tag)
+            branch = await self._branch(record.id, chosen)
+            try:
+                async with self._snapshots.held(branch.tag) as origin:
+                    yield replace(origin, pause_s=branch.pause_s)
+            except BaseException:
+                with contextlib.suppress(ForkdError):
+                    await self._snapshots.remove(branch.tag)
+                raise
             return
         ancestry = Ancestry(record.id, record.lineage, record.depth + 1, frozen.at_unix)
         template = Template(None, record.snapshot_tag, frozen.machine, None, 0, 0.0, settled=False)

@@ -30,7 +30,7 @@ from forkd.runtime.packs import Packs
 from forkd.runtime.recovery import recover
 from forkd.runtime.registry import Registry, SandboxRecord
 from forkd.runtime.sandboxes import Sandboxes
-from forkd.runtime.snapshot_view import FORK_PREFIX, is_left_over
+from forkd.runtime.snapshot_view import FORK_PREFIX, is_checkpoint, is_left_over
 from forkd.runtime.snapshots import Pruning, Snapshots
 from forkd.runtime.spawn import Spawner
 from forkd.runtime.templates import Templates
@@ -139,7 +139,9 @@ class Runtime:
 
     async def prune(self, policy: RetentionPolicy, *, dry_run: bool) -> Pruning:
         """Never what a sandbox, a workspace or another snapshot needs."""
-        in_use = {record.snapshot_tag for record in self.registry.list_sandboxes()}
+        records = self.registry.list_sandboxes()
+        in_use = {record.snapshot_tag for record in records}
+        in_use |= {view.tag for view in self.snapshots.list() if is_checkpoint(view, {each.id for each in records})}
         in_use |= {row.source_snapshot_tag for row in self.registry.list_workspaces()}
         in_use |= {row.current_state_tag for row in self.registry.list_workspaces() if row.current_state_tag}
         return await self.snapshots.prune(policy, in_use, dry_run=dry_run)

@@ -98,6 +98,12 @@ def find_instant(view: SnapshotView) -> float:
     return view.created_at_unix if origin is None or origin.at_unix is None else origin.at_unix
 
 
+def is_checkpoint(view: SnapshotView, alive: Collection[str]) -> bool:
+    """Of one of these sandboxes."""
+    origin = view.manifest.origin if view.manifest else None
+    return origin is not None and origin.checkpoint is not None and origin.branched_from in alive
+
+
 def is_left_over(view: SnapshotView, alive: Collection[str], used: Collection[str]) -> bool:
     """Pure. Only what nobody chose the tag of."""
     origin = view.manifest.origin if view.manifest else None
