@@ -33,9 +33,10 @@ from forkd.runtime.sandboxes import Sandboxes, not_running
 from forkd.runtime.snapshot_view import FORK_PREFIX, WRITING, Described, SnapshotView
 from forkd.runtime.snapshots import Snapshots
 from forkd.runtime.templates import Templates, measure
+from forkd.store.apart import write_layer_apart
 from forkd.store.chain import MAX_DEPTH
 from forkd.store.content import write_whole
-from forkd.store.layers import write_layer
+from forkd.store.layers import LayerStats, write_layer
 from forkd.store.manifest import Manifest, Parent
 from forkd.store.manifest import Origin as BranchedFrom
 from forkd.store.snapshots import Snapshot
@@ -312,7 +313,9 @@ class Branches:
             fault_point("branch.saved")
             if parent is not None and saved.memory is not None and not _is_root_of(parent, saved.memory):
                 parent = None  # another snapshot has the tag by now
-            dirty, written = await in_thread(lambda: _write_memory(saved.memory, parent, staging))
+            # A process of its own takes a while to start, which a source that stands still does not have.
+            write = write_layer_apart if captured is None else write_layer
+            dirty, written = await in_thread(lambda: _write_memory(saved.memory, parent, staging, write))
             fault_point("branch.pages")
             if captured is not None:
                 await captured()
@@ -380,12 +383,14 @@ def render_manifest(
     )
 
 
-def _write_memory(memory: LiveMemory | None, parent: Snapshot | None, staging: Path) -> tuple[int, int]:
+def _write_memory(
+    memory: LiveMemory | None, parent: Snapshot | None, staging: Path, write: Callable[..., LayerStats]
+) -> tuple[int, int]:
     """How many bytes were dirty, and how many were written."""
     if memory is None:
         return 0, 0
     if parent is not None:
-        layer = write_layer(memory, parent, staging)
+        layer = write(memory, parent, staging)
         return layer.bytes_dirty, layer.bytes_written
     whole = write_whole(memory, staging)
     return whole.bytes_written, whole.bytes_written
