@@ -39,7 +39,7 @@ from forkd.store.content import write_whole
 from forkd.store.layers import LayerStats, write_layer
 from forkd.store.manifest import Manifest, Parent
 from forkd.store.manifest import Origin as BranchedFrom
-from forkd.store.snapshots import Snapshot
+from forkd.store.snapshots import Snapshot, SnapshotStore
 
 _log = logging.getLogger(__name__)
 
@@ -330,7 +330,11 @@ class Branches:
         with self._sandboxes.registry.transaction():
             self._sandboxes.registry.remove_job(branch.tag)
             self._events.emit("snapshot.ready", sandbox_id=record.id, snapshot_tag=branch.tag)
-        self._snapshots.branches.pop(branch.tag, None)
+        try:
+            # Read back once, now: the first fork from its files need not.
+            await in_thread(lambda: _verify(store, branch.tag))
+        finally:
+            self._snapshots.branches.pop(branch.tag, None)
 
     def _fail(self, branch: Branch, error: ForkdError) -> None:
         branch.error = error
@@ -399,6 +403,11 @@ def _write_memory(
 def _is_root_of(parent: Snapshot, memory: LiveMemory) -> bool:
     root = parent.root_memory
     return root is not None and root.samefile(memory.file)
+
+
+def _verify(store: SnapshotStore, tag: SnapshotTag) -> None:
+    with store.held(tag):
+        pass
 
 
 def new_tag(sandbox_id: str, prefix: str = PREFIX) -> SnapshotTag:
