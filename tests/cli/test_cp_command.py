@@ -144,6 +144,29 @@ def test_a_directory_is_filled_and_what_is_in_the_way_is_named(
     )
 
 
+def test_files_and_trees_go_from_one_sandbox_to_another(warm: Cli, sandbox: str, tmp_path: Path, guest: Path) -> None:
+    other = warm.fork()
+    make_tree(guest / "tree", files=50)
+    os.mkfifo(guest / "tree/pipe")
+    (guest / "there").mkdir()
+    done = warm.ask("cp", f"{sandbox}:{guest}/tree", f"{other}:{guest}/there")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == f"warning: left out {guest}/tree/pipe: it is a fifo\n"
+    (guest / "tree/pipe").unlink()
+    os.utime(guest / "tree", ns=(0, 77_000_000_001))
+    os.utime(guest / "there/tree", ns=(0, 77_000_000_001))
+    assert describe(guest / "there/tree") == describe(guest / "tree")
+    tally = warm.json("cp", f"{sandbox}:{guest}/tree/.", f"{other}:{guest}/under/another/name")
+    assert tally["files"] == 51 and (guest / "under/another/name/d1/to-dir").is_symlink()
+    one = guest / "tree/d7/deep/file-7"
+    copy(warm, f"{sandbox}:{one}", f"{other}:{guest}/there/")
+    assert (guest / "there/file-7").read_bytes() == one.read_bytes()
+    for what in ("st_mtime_ns", "st_mode"):
+        assert getattr((guest / "there/file-7").stat(), what) == getattr(one.stat(), what)
+    check(warm.ask("cp", f"{sandbox}:{guest}/tree", f"{other}:{one}"), 15, "Not a directory")
+    check(warm.ask("cp", f"{sandbox}:{one}", "sb-0000000000:/x"), 3)
+
+
 def test_a_link_that_is_named_is_followed(warm: Cli, sandbox: str, tmp_path: Path, guest: Path) -> None:
     (guest / "real").mkdir()
     (guest / "real/file").write_text("x")
@@ -173,7 +196,10 @@ def test_standard_input_and_output_are_files_too(warm: Cli, sandbox: str, guest:
 
 def test_what_cannot_be_copied_is_said(warm: Cli, sandbox: str, tmp_path: Path, guest: Path) -> None:
     check(warm.ask("cp", "a", "b"), 2, "neither is SANDBOX:/path")
-    check(warm.ask("cp", f"{sandbox}:/a", f"{sandbox}:/b"), 2, "both are in a sandbox")
+    check(warm.ask("cp", f"{sandbox}:{guest}", f"{sandbox}:{guest}/below/"), 2, "itself or in it")
+    check(
+        warm.ask("cp", f"{sandbox}:{guest}/none", f"{sandbox}:{guest}/x"), 3, f"There is no {guest}/none in {sandbox}"
+    )
     check(warm.ask("cp", str(tmp_path / "none"), f"{sandbox}:{guest}/x"), 3, "No such file")
     check(warm.ask("cp", f"{sandbox}:{guest}/none", str(tmp_path)), 3, f"There is no {guest}/none in {sandbox}")
     (guest / "file").touch()

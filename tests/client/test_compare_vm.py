@@ -1,18 +1,21 @@
 """What real VMs have written: listed, compared, merged and copied between them."""
 
 import hashlib
+import time
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 from support_daemon import served
 
-from forkd.client import Controller, MergeConflicts
+from forkd.client import Controller, MergeConflicts, MergeIncomplete
 from forkd.client.comparing import compare_sandboxes, forked, read_changes
 from forkd.client.copying import copy
 from forkd.client.merging import merge
 from forkd.client.written import Changes
 from forkd.errors import InvalidInput
 from forkd.host.paths import Home
+from forkd.wire.api import SandboxInfo
 
 pytestmark = [pytest.mark.vm, pytest.mark.usefixtures("nothing_left")]
 
@@ -57,7 +60,7 @@ def test_what_a_vm_has_written_is_listed_as_the_overlay_has_it(daemon: Controlle
         printf new > /root/new; chmod 751 /root/new; ln -s new /root/link; mkdir -p /srv/a/b; chown 7:8 /srv/a/b
         rm /etc/passwd; rm -r /usr/share/doc/{image[0]}
         rm -r /etc/default; mkdir /etc/default; echo x > /etc/default/mine
-        echo more >> /etc/group; chmod 600 /etc/fstab 2>/dev/null || touch /etc/fstab
+        echo more >> /etc/group; chmod 604 /etc/shadow
         mv /usr/share/doc/{image[1]} /usr/share/doc/moved
         echo t > /tmp/t; mkfifo /tmp/pipe; echo r > /run/r
         printf bytes > "$(printf '/root/\\377 \\n.')"
@@ -83,6 +86,10 @@ def test_what_a_vm_has_written_is_listed_as_the_overlay_has_it(daemon: Controlle
     assert state(seen, "/etc/default/mine") == "file"
     group = seen.entries["/etc/group"]
     assert group.base is not None and group.file is not None and group.file.size == group.base.size + 5
+    # A change of the mode alone copies the content too, as there is no metacopy.
+    shadow = seen.entries["/etc/shadow"]
+    assert shadow.base is not None and shadow.file is not None and shadow.file.mode == 0o604
+    assert shadow.file.sha256 == shadow.base.sha256 is not None and shadow.file.size > 0
     assert state(seen, "/tmp/t") == "file" and state(seen, "/tmp/pipe") == "fifo"
     assert state(seen, "/root/\udcff \n.") == "file"
     assert not any(path.startswith(("/run", "/proc", "/dev", "/sys")) for path in seen.entries)
@@ -151,6 +158,50 @@ def test_a_vm_is_merged_into_another_and_conflicts_leave_it_as_it_was(daemon: Co
     assert run(daemon, parent, "cat /root/both /srv/kind /root/new; tail -n1 /etc/passwd; cat /root/mine") == (
         "c\nc\nnew\n\np\n"
     )
+
+
+class OfBranches(Controller):
+    """A daemon says of forks of a sandbox whose they are, and when they were forked."""
+
+    parent = ""
+    forked_at_unix = 0.0
+
+    def get_sandbox(self, sandbox_id: str) -> SandboxInfo:
+        info: Any = super().get_sandbox(sandbox_id)
+        if info["id"] != self.parent:
+            info |= {"parent_id": self.parent, "forked_at_unix": self.forked_at_unix}
+        return cast(SandboxInfo, info)
+
+
+def test_without_their_common_snapshot_clocks_tell_what_was_changed_since_the_fork(daemon: Controller) -> None:
+    forks = OfBranches.over(daemon.transport)
+    forks.forked_at_unix = time.time()
+    forks.parent, child = fork(daemon, 2)
+    parent = forks.parent
+    assert merge(forks, child).empty
+    run(daemon, child, "mkdir /srv/d; echo c > /srv/d/f; rm /etc/passwd; echo >> /etc/group; echo c > /srv/both")
+    plan = merge(forks, child)
+    assert [each.path for each in (*plan.remove, *plan.write)] == [
+        *("/etc/passwd", "/etc/group", "/srv/both", "/srv/d", "/srv/d/f")
+    ]
+    assert kinds(daemon, parent, child) == {}
+    run(daemon, child, "echo again > /srv/both")
+    with pytest.raises(MergeConflicts) as caught:
+        merge(forks, child)  # what was merged is a change of the parent's
+    assert [each.path for each in caught.value.plan.conflicts] == ["/srv/both"]
+
+
+def test_a_merge_that_fails_half_way_says_what_is_left(daemon: Controller) -> None:
+    parent, child = fork(daemon, 2)
+    run(daemon, parent, "head -c 110000000 /dev/zero > /srv/own")
+    run(daemon, child, "rm /etc/passwd; echo a > /srv/a; head -c 80000000 /dev/urandom > /srv/b; echo c > /srv/c")
+    with pytest.raises(MergeIncomplete, match="2 of 4 changes were made") as caught:
+        merge(daemon, child, parent)
+    assert (caught.value.applied, caught.value.left) == (["/etc/passwd", "/srv/a"], ["/srv/b", "/srv/c"])
+    assert run(daemon, parent, "ls -A /srv") == "a\nown\n"
+    run(daemon, parent, "rm /srv/own")
+    assert [each.path for each in merge(daemon, child, parent).write] == ["/srv/b", "/srv/c"]
+    assert kinds(daemon, parent, child) == {}
 
 
 def test_files_go_from_one_vm_to_another(daemon: Controller) -> None:

@@ -1,6 +1,7 @@
 """Branches and what is made of them, through a real daemon."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from sdk_daemon import TAG
@@ -14,13 +15,13 @@ def sandbox(daemon: Controller) -> Iterator[Sandbox]:
     with Sandbox.create(TAG) as made:
         made.run_code("x = 1")
         yield made
-    for info in daemon.list_snapshots():
-        if info["tag"] not in (TAG, "second"):
-            daemon.delete_snapshot(info["tag"], cascade=True)
+    for tag in tags(daemon) - {TAG}:
+        with suppress(NotFound):  # with another one, or with the sandbox it was a checkpoint of
+            daemon.delete_snapshot(tag, cascade=True)
 
 
 def tags(daemon: Controller) -> set[str]:
-    return {info["tag"] for info in daemon.list_snapshots()} - {"second"}
+    return {info["tag"] for info in daemon.list_snapshots()}
 
 
 def test_forks_go_on_from_where_their_source_is_and_leave_no_tag(sandbox: Sandbox, daemon: Controller) -> None:
@@ -151,3 +152,19 @@ def test_chains_are_derived_checked_made_flat_and_pruned(daemon: Controller) -> 
     assert tags(daemon) == {TAG}
     would = daemon.prune_snapshots(max_age_secs=0, dry_run=True)
     assert would["dry_run"] and would["removed"] == []
+
+
+def test_the_key_of_a_fork_finds_what_it_made_and_removes_it(sandbox: Sandbox, daemon: Controller) -> None:
+    first = daemon.fork_sandbox(sandbox.id, 2, idempotency_key="fork-key")
+    again = daemon.fork_sandbox(sandbox.id, 2, idempotency_key="fork-key")
+    assert {info["id"] for info in first} == {info["id"] for info in again}
+    assert set(daemon.cancel_spawn("fork-key")["removed"]) == {info["id"] for info in first}
+    kept = daemon.fork_sandbox(sandbox.id, 1, tag="kept", idempotency_key="kept-key")
+    assert daemon.fork_sandbox(sandbox.id, 1, tag="kept", idempotency_key="kept-key")[0]["id"] == kept[0]["id"]
+    assert len(daemon.cancel_spawn("kept-key")["removed"]) == 1
+
+
+def test_a_checkpoint_of_a_sandbox_that_runs_is_not_pruned(sandbox: Sandbox, daemon: Controller) -> None:
+    sandbox.checkpoint("safe")
+    daemon.prune_snapshots(keep_last=0)
+    assert [each["name"] for each in sandbox.checkpoints()] == ["safe"]

@@ -191,8 +191,9 @@ async def greet_again(machine: Machine, identity: Identity, *, settled: bool = F
 
 
 async def _greet(machine: Machine, identity: Identity, *, settled: bool) -> Child:
-    """One that is not `settled` goes on in the stream of its source, perhaps in the middle of a frame, of which the rest
-    will never come: then zeros complete it.
+    """One that is not `settled` goes on in the stream of its source, perhaps in the middle of a frame.
+
+    The rest of that will never come: zeros complete it.
     """
     agent = Agent.attach(await machine.connect())
     try:

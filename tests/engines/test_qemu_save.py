@@ -255,3 +255,32 @@ async def test_where_tracing_is_not_allowed_no_vm_is_saved_and_no_layer_started(
     with pytest.raises(EngineFailed, match="A layer has memory up to byte"):
         await machine.running()
     await machine.kill()
+
+
+@pytest.mark.lab
+async def test_under_kvm_a_paused_vm_is_saved_started_again_and_saved_as_a_layer_of_that(
+    frozen_qemu: Case, run_directory: Path, tmp_path: Path, loaded: dict[str, bytes]
+) -> None:
+    engine, before = frozen_qemu.engine, digest_file(frozen_qemu.frozen.memory_file)
+    assert engine.isolation == "qemu-kvm"
+    async with started(frozen_qemu, run_directory) as source:
+        await source.agent.eval(_BUSY)
+        secret = await value_of(source, "secret")
+        await source.machine.pause()
+        frozen = await save(engine, source.machine, frozen_qemu.frozen, tmp_path / "saved")
+        kept = read_all(find_live_memory(source.machine.pid))
+        again = await save(engine, source.machine, frozen_qemu.frozen, tmp_path / "again")
+        await source.machine.resume()
+        await source.agent.eval("secret = 0")
+        assert find_shared_memory(source.machine.pid) == []
+        for each in (frozen, again):
+            async with gone_on(engine, each, run_directory) as child:
+                assert loaded[child.id] == kept
+                assert await value_of(child, "[secret, is_whole()]") == [secret, True]
+                await child.agent.eval("secret += 1")
+                await child.machine.pause()
+                deeper = await save(engine, child.machine, each, each.directory / "deeper")
+        async with gone_on(engine, deeper, run_directory) as child:
+            assert await value_of(child, "[secret, is_whole()]") == [secret + 1, True]
+        assert await value_of(source, "[secret, is_whole()]") == [0, True]
+    assert digest_file(frozen_qemu.frozen.memory_file) == before

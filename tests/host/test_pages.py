@@ -9,7 +9,16 @@ import pytest
 from support_memory import Guest, running_guest
 
 from forkd.errors import EngineFailed, GuestDied
-from forkd.host.pages import Area, Mapping, find_memory, find_written, opened_memory, parse_mappings, render_areas
+from forkd.host.pages import (
+    Area,
+    Identity,
+    Mapping,
+    find_memory,
+    find_written,
+    opened_memory,
+    parse_mappings,
+    render_areas,
+)
 from forkd.model.memory import PAGE, Run
 
 SIZE = 64 * PAGE
@@ -86,6 +95,22 @@ def test_what_is_mapped_over_the_root_may_differ_wherever_it_lies(guest: Guest, 
     assert data[2 * PAGE] == 3
 
 
+def test_what_is_mapped_as_runs_say_differs_only_where_it_was_written(guest: Guest, tmp_path: Path) -> None:
+    layer = tmp_path / "pages"
+    layer.write_bytes(b"L" * 8 * PAGE)
+    runs = (Run(4 * PAGE, 4 * PAGE, layer, 2 * PAGE), Run(10 * PAGE, 3 * PAGE, None, 0))
+    guest.map_runs(runs)
+    guest.read(0, SIZE)
+    guest.write(5 * PAGE, b"x")
+    guest.write(20 * PAGE, b"x")
+    # Zeros that were read are the process's own as far as one sees.
+    assert pages_of(find_written(guest.memory(), runs)) == {5, 10, 11, 12, 20}
+    # What is mapped otherwise than they say may differ, and what they have and is not mapped.
+    others = (Run(4 * PAGE, 2 * PAGE, layer, 2 * PAGE), Run(6 * PAGE, PAGE, layer, 0), Run(30 * PAGE, PAGE, layer, 0))
+    assert pages_of(find_written(guest.memory(), others)) == {5, 6, 7, 10, 11, 12, 20, 30}
+    assert pages_of(find_written(guest.memory())) == {4, 5, 6, 7, 10, 11, 12, 20}
+
+
 def test_the_root_mapped_at_another_place_of_the_guest_may_differ(guest: Guest, root: Path) -> None:
     guest.map_runs([Run(8 * PAGE, 2 * PAGE, root, 30 * PAGE)])
     assert pages_of(find_written(guest.memory())) >= {8, 9}
@@ -145,8 +170,8 @@ def test_a_memory_in_two_pieces_has_two_areas_whatever_covers_their_ends() -> No
         of_file(200, 203, 6),  # of 6 to 10; 9 is covered
         Mapping(300 * PAGE, 301 * PAGE, False, 0, (8, 1), 5, "/memory"),  # shared: not the guest's
     ]
-    areas = render_areas(mappings, ((8, 1), 5), "/memory", 10 * PAGE)
+    areas = render_areas(mappings, Identity((8, 1), 5, "/memory"), 10 * PAGE)
     assert areas == (Area(0, 100 * PAGE, 6 * PAGE), Area(6 * PAGE, 200 * PAGE, 4 * PAGE))
     # The same file by its name, where maps shows another device.
-    assert render_areas(mappings, ((0, 9), 5), "/memory", 10 * PAGE) == areas
-    assert render_areas(mappings, ((0, 9), 5), "/other", 10 * PAGE) == ()
+    assert render_areas(mappings, Identity((0, 9), 5, "/memory"), 10 * PAGE) == areas
+    assert render_areas(mappings, Identity((0, 9), 5, "/other"), 10 * PAGE) == ()

@@ -151,9 +151,12 @@ def test_layers_that_lie_over_each_other_are_damaged(store: SnapshotStore) -> No
 
 
 def test_a_chain_is_only_so_deep(store: SnapshotStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forkd.store.snapshots.MAX_DEPTH", 3)
+    monkeypatch.setattr(chain, "MAX_DEPTH", 3)
     with pytest.raises(Conflict, match="c has 3 snapshots below it") as caught:
         make_layer(store, "d", "c")
+    with pytest.raises(Conflict, match="c has 3 snapshots below it"):
+        with store.created(parse_tag("d"), replace_existing=False) as (_, seal):
+            seal(manifest("d", store.get(C)))
     assert caught.value.hint is not None and "compact c" in caught.value.hint
     assert "d" not in entries(store.root)
     monkeypatch.setattr(chain, "MAX_DEPTH", 2)

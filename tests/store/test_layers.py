@@ -252,6 +252,42 @@ def test_a_vm_of_another_snapshot_or_none_is_refused(store: SnapshotStore, tmp_p
             write_layer(memory, snapshot, tmp_path)
 
 
+def test_a_vm_of_another_chain_is_compared_as_a_whole(store: SnapshotStore) -> None:
+    """As one that runs on when its chain was compacted, or another snapshot is to be the parent."""
+    make_root(store, "other", seed=5)
+    with (
+        store.held(ROOT) as mine,
+        started(mine) as guest,
+        store.held(parse_tag("other")) as parent,
+        store.created(LAYER, replace_existing=False) as (staging, seal),
+    ):
+        guest.write(9 * PAGE, b"x")
+        stats = write_layer(guest.memory(), parent, staging)
+        seal(manifest("layer", parent))
+    assert stats.bytes_dirty == SIZE // 2
+    with store.held(LAYER) as snapshot:
+        assert read_content(snapshot) == content_with(store, (9, b"x"))
+
+
+def test_a_vm_that_ran_on_when_it_was_branched_is_compared_with_its_last_branch(store: SnapshotStore) -> None:
+    with store.held(ROOT) as root, started(root) as guest:
+        expected = []
+        for number, below in enumerate(("root", "one", "two")):
+            guest.write((10 + number) * PAGE, noise(2, 50 + number))
+            guest.write(100 * PAGE, noise(1, 60 + number))
+            expected += [(10 + number, noise(2, 50 + number)), (100, noise(1, 60 + number))]
+            tag = ("one", "two", "three")[number]
+            with (
+                store.held(parse_tag(below)) as parent,
+                store.created(parse_tag(tag), replace_existing=False) as (staging, seal),
+            ):
+                stats = write_layer(guest.memory(), parent, staging)
+                seal(manifest(tag, parent))
+            assert stats.bytes_dirty == 3 * PAGE
+            with store.held(parse_tag(tag)) as snapshot:
+                assert read_content(snapshot) == content_with(store, *expected)
+
+
 def test_progress_is_told_as_it_goes(store: SnapshotStore, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     with store.held(ROOT) as snapshot, started(snapshot) as guest:

@@ -14,7 +14,7 @@ import pytest
 import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pack_cases import (
+from support_packs import (
     add_chain,
     files_of,
     forge,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from pack_cases import (
+from support_packs import (
     MEMORY_BYTES,
     add_chain,
     add_layer,

@@ -172,7 +172,7 @@ class AsyncPackCalls:
             raise
 
     async def _append(self, upload_id: str, offset: int, piece: bytes) -> api.PackUpload:
-        patience = Patience()
+        patience = Patience(begun=offset > 0)
         while True:
             try:
                 return await self.append_upload(upload_id, offset, piece)

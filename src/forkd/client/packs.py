@@ -171,7 +171,7 @@ class PackCalls:
             raise
 
     def _append(self, upload_id: str, offset: int, piece: bytes) -> api.PackUpload:
-        patience = Patience()
+        patience = Patience(begun=offset > 0)
         while True:
             try:
                 return self.append_upload(upload_id, offset, piece)

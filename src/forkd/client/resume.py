@@ -14,6 +14,7 @@ FIRST_PIECE = 256 * 1024  # has the head of most packs: what is refused is refus
 PIECE = 4 << 20
 MAX_REDIRECTS = 5
 _MAX_FAILURES = 8  # in a row, without a byte between them
+_MAX_FIRST_FAILURES = 3  # before the first byte: nobody may be there at all
 _FIRST_WAIT_S = 0.2
 _MAX_WAIT_S = 5.0
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.ASCII)
@@ -45,16 +46,18 @@ class Pushed(TypedDict):
 class Patience:
     """How often to try again: some times in a row, as often as there is progress."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, begun: bool = False) -> None:
+        self._begun = begun
         self._failures = 0
 
     def progress(self) -> None:
+        self._begun = True
         self._failures = 0
 
     def next_wait(self) -> float | None:
         """Seconds, None to give up."""
         self._failures += 1
-        if self._failures >= _MAX_FAILURES:
+        if self._failures >= (_MAX_FAILURES if self._begun else _MAX_FIRST_FAILURES):
             return None
         return float(min(_MAX_WAIT_S, _FIRST_WAIT_S * 2 ** (self._failures - 1)))
 

@@ -35,10 +35,10 @@ _ABOUT = {
     503: "No capacity now; Retry-After says when to ask again",
     504: "The guest did not answer in time",
 }
-_TEXT = {"type": "string"}
-_BINARY = {"type": "string", "format": "binary"}
+_TEXT: Schema = {"type": "string"}
+_BINARY: Schema = {"type": "string", "format": "binary"}
 # One event of a stream; `data` holds JSON.
-_EVENT = {
+_EVENT: Schema = {
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}, "id": {"type": "string"}},
     "required": ["event", "data"],
@@ -102,7 +102,9 @@ def _content(route: Route, schemas: Schema) -> Schema:
         made["application/json"] = {"schema": render_schema(route.gives, schemas)}
     for raw in (route.gives, route.streams):
         if isinstance(raw, Raw):
-            schema = {EVENTS: _EVENT, BYTES: _BINARY}.get(raw.media_type, _TEXT)
+            schema = dict({EVENTS: _EVENT, BYTES: _BINARY}.get(raw.media_type, _TEXT))
+            if raw.lines:
+                schema["x-lines"] = {"anyOf": [render_schema(each, schemas) for each in raw.lines]}
             made[raw.media_type.partition(";")[0]] = {"schema": schema}
     return made
 

@@ -21,7 +21,7 @@ from forkd.runtime.events import EventRecord
 from forkd.runtime.origin import TemplateView
 from forkd.runtime.processes import Exit, GuestProcess
 from forkd.runtime.registry import SandboxRecord
-from forkd.runtime.snapshots import SnapshotDetail, SnapshotView
+from forkd.runtime.snapshot_view import SnapshotDetail, SnapshotView
 from forkd.runtime.spawn import Spawned
 from forkd.runtime.workspaces import WorkspaceRecord
 from forkd.wire.api import (

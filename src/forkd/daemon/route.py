@@ -54,11 +54,15 @@ class RawBody:
 
 @dataclass(frozen=True)
 class Raw:
-    """An answer that is not JSON: bytes, or the pieces of events and files. An `endless` one ends with the daemon."""
+    """An answer that is not JSON: bytes, or the pieces of events and files. An `endless` one ends with the daemon.
+
+    `lines` are the types of the lines, where each is JSON.
+    """
 
     media_type: str
     about: str
     endless: bool = False
+    lines: tuple[Any, ...] = ()
 
 
 class Json(Response):

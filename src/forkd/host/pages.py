@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from forkd.errors import EngineFailed, GuestDied
-from forkd.model.memory import PAGE, merge_spans
+from forkd.model.memory import PAGE, Run, lay_over, merge_spans
 
 _MAPPING = re.compile(
     r"^([0-9a-f]+)-([0-9a-f]+) ...([ps]) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) *(.*)$", re.MULTILINE
@@ -25,6 +26,7 @@ _PRESENT, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
 _IS_OWN = bytes(bool(top & (_PRESENT | _SWAPPED)) and not top & _OF_FILE for top in range(256))
 _OWN = re.compile(rb"\x01+")
 _ENTRY = 8
+_MAPS_BATCH = 1 << 18
 _PAGEMAP_BATCH = 1 << 17  # pages: 1 MiB of entries
 
 
@@ -41,6 +43,14 @@ class Area:
         return self.start + self.length
 
 
+class Handles(NamedTuple):
+    """Descriptors of files in /proc/<pid>. They work in a process that inherits them, which may not open its own."""
+
+    mem: int
+    maps: int
+    pagemap: int | None  # some kernels have none
+
+
 @dataclass(frozen=True)
 class LiveMemory:
     """Sorted by start, disjoint, page-aligned. `file` is the root's memory file, which lies below it all."""
@@ -48,14 +58,15 @@ class LiveMemory:
     pid: int
     file: Path
     areas: tuple[Area, ...]
+    # Of the process, opened by someone who may; None: they are opened when they are needed.
+    handles: Handles | None = field(default=None, compare=False)
 
     @property
     def size(self) -> int:
         return self.areas[-1].end
 
 
-@dataclass(frozen=True)
-class Mapping:
+class Mapping(NamedTuple):
     """A line of /proc/<pid>/maps."""
 
     begin: int
@@ -65,6 +76,17 @@ class Mapping:
     device: tuple[int, int]
     inode: int
     path: str
+
+
+@dataclass(frozen=True)
+class Identity:
+    device: tuple[int, int]
+    inode: int
+    path: str
+
+    def is_of(self, mapping: Mapping) -> bool:
+        # Some file systems show another device in maps than in stat.
+        return mapping.inode == self.inode and (mapping.device == self.device or mapping.path == self.path)
 
 
 def parse_mappings(maps: str) -> list[Mapping]:
@@ -88,23 +110,20 @@ def find_memory(pid: int, file: Path, size: int | None = None) -> LiveMemory:
     With `size`, of the guest's memory, also what is mapped over its beginning and end. Raises EngineFailed when the
     process does not map the file, or parts of it cannot be found.
     """
-    mappings = _read_mappings(pid)
-    areas = render_areas(mappings, _identity(file), str(file.resolve()), size)
+    with opened_handles(LiveMemory(pid, file, ())) as handles:
+        mappings = _read_mappings(pid, handles.maps)
+    areas = render_areas(mappings, _identity(file), size)
     covered = merge_spans((area.start, area.end) for area in areas)
     if not areas or len(covered) != 1 or covered[0][0] != 0 or (size is not None and covered[0][1] != size):
         raise EngineFailed(f"The guest memory of process {pid} was not found: it does not map all of {file}")
     return LiveMemory(pid, file, areas)
 
 
-def render_areas(
-    mappings: list[Mapping], identity: tuple[tuple[int, int], int], path: str, size: int | None
-) -> tuple[Area, ...]:
+def render_areas(mappings: list[Mapping], file: Identity, size: int | None) -> tuple[Area, ...]:
     """Pieces of the file with the same distance of address and offset are one area, whatever lies between them."""
-    device, inode = identity
     spans: dict[int, tuple[int, int]] = {}
     for mapping in mappings:
-        # Some file systems show another device in maps than in stat.
-        if not mapping.private or mapping.inode != inode or (mapping.device != device and mapping.path != path):
+        if not mapping.private or not file.is_of(mapping):
             continue
         distance, end = mapping.begin - mapping.offset, mapping.offset + mapping.end - mapping.begin
         begin, last = spans.get(distance, (mapping.offset, end))
@@ -118,27 +137,50 @@ def render_areas(
     return tuple(Area(begin, begin + distance, end - begin) for begin, end, distance in ordered)
 
 
-def find_written(memory: LiveMemory) -> list[tuple[int, int]]:
-    """Spans (start, end) of guest memory that may differ from the root's file: all that do are in them.
+def find_written(memory: LiveMemory, runs: Sequence[Run] = ()) -> list[tuple[int, int]]:
+    """Spans (start, end) of guest memory that may differ from the root's file with `runs` over it: all that do are.
 
-    Pages that are the process's own, and all that is mapped from elsewhere.
+    Pages that are the process's own, and what is not mapped from where the runs or the root have it.
     """
-    identity, path = _identity(memory.file), str(memory.file.resolve())
-    mappings = _read_mappings(memory.pid)
-    spans: list[tuple[int, int]] = []
-    with _named(memory.pid), _opened(f"/proc/{memory.pid}/pagemap") as pagemap:
-        for area in memory.areas:
-            for mapping in mappings:
-                begin, end = max(mapping.begin, area.address), min(mapping.end, area.address + area.length)
-                if begin >= end:
-                    continue
+    with opened_handles(memory) as handles:
+        mappings = _read_mappings(memory.pid, handles.maps)
+        spans = [span for area in memory.areas for span in _mapped_elsewhere(memory, area, mappings, runs)]
+        with _named(memory.pid):
+            for area in memory.areas:
                 shift = area.start - area.address
-                of_root = mapping.inode == identity[1] and (mapping.device == identity[0] or mapping.path == path)
-                if of_root and mapping.private and mapping.offset == mapping.begin + shift:
-                    spans.extend((start + shift, stop + shift) for start, stop in _own_pages(pagemap, begin, end))
-                else:
-                    spans.append((begin + shift, end + shift))
+                own = _own_pages(handles.pagemap, area.address, area.address + area.length)
+                spans.extend((begin + shift, end + shift) for begin, end in own)
     return merge_spans(spans)
+
+
+def _mapped_elsewhere(
+    memory: LiveMemory, area: Area, mappings: list[Mapping], runs: Sequence[Run]
+) -> Iterator[tuple[int, int]]:
+    identities: dict[Path | None, Identity | None] = {None: None, memory.file: _identity(memory.file)}
+    shift = area.start - area.address
+    wanted = lay_over((Run(0, memory.size, memory.file, 0),), runs)
+    at = 0
+    for mapping in mappings:
+        start, end = max(mapping.begin + shift, area.start), min(mapping.end + shift, area.end)
+        while start < end:
+            while wanted[at].end <= start:
+                at += 1
+            run = wanted[at]
+            stop = min(end, run.end)
+            if run.file not in identities:
+                assert run.file is not None
+                identities[run.file] = _identity(run.file)
+            offset = run.at + start - run.start
+            if not _is_mapped(mapping, identities[run.file], offset, start - shift):
+                yield start, stop
+            start = stop
+
+
+def _is_mapped(mapping: Mapping, identity: Identity | None, offset: int, address: int) -> bool:
+    """A private mapping of that file, with that offset at that address. None: of no file."""
+    if identity is None:
+        return mapping.private and mapping.inode == 0 and not mapping.path
+    return mapping.private and identity.is_of(mapping) and mapping.offset + address - mapping.begin == offset
 
 
 class MemoryReader:
@@ -167,12 +209,29 @@ class MemoryReader:
 
 @contextlib.contextmanager
 def opened_memory(memory: LiveMemory) -> Iterator[MemoryReader]:
-    with _named(memory.pid):
-        fd = os.open(f"/proc/{memory.pid}/mem", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield MemoryReader(memory, fd)
-    finally:
-        os.close(fd)
+    with opened_handles(memory) as handles:
+        yield MemoryReader(memory, handles.mem)
+
+
+@contextlib.contextmanager
+def opened_handles(memory: LiveMemory) -> Iterator[Handles]:
+    """Those it has, or new ones."""
+    if memory.handles is not None:
+        yield memory.handles
+        return
+    with contextlib.ExitStack() as stack:
+
+        def opened(name: str) -> int:
+            fd = os.open(f"/proc/{memory.pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, fd)
+            return fd
+
+        with _named(memory.pid):
+            mem, maps = opened("mem"), opened("maps")
+            pagemap: int | None = None
+            with contextlib.suppress(FileNotFoundError):
+                pagemap = opened("pagemap")
+        yield Handles(mem, maps, pagemap)
 
 
 def _own_pages(pagemap: int | None, begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -189,30 +248,19 @@ def _own_pages(pagemap: int | None, begin: int, end: int) -> Iterator[tuple[int,
             yield start + found.start() * PAGE, start + found.end() * PAGE
 
 
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[int | None]:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        fd = None
-    try:
-        yield fd
-    finally:
-        if fd is not None:
-            os.close(fd)
-
-
-def _read_mappings(pid: int) -> list[Mapping]:
+def _read_mappings(pid: int, maps: int) -> list[Mapping]:
     with _named(pid):
-        return parse_mappings(Path(f"/proc/{pid}/maps").read_text("utf-8", "replace"))
+        os.lseek(maps, 0, os.SEEK_SET)
+        text = b"".join(iter(lambda: os.read(maps, _MAPS_BATCH), b""))
+    return parse_mappings(text.decode("utf-8", "replace"))
 
 
-def _identity(file: Path) -> tuple[tuple[int, int], int]:
+def _identity(file: Path) -> Identity:
     try:
         info = file.stat()
     except OSError as error:
         raise EngineFailed(f"The memory file {file} cannot be read: {error.strerror}") from error
-    return (os.major(info.st_dev), os.minor(info.st_dev)), info.st_ino
+    return Identity((os.major(info.st_dev), os.minor(info.st_dev)), info.st_ino, str(file.resolve()))
 
 
 @contextlib.contextmanager

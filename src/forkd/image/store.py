@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 from forkd.errors import Conflict, HostLacks, InvalidInput, NotFound, SnapshotDamaged
 from forkd.host.files import (
+    STAGING_PREFIX,
     enough_disk,
     locked,
     publish_directory,
@@ -173,9 +174,8 @@ class ImageStore:
                 yield work, publish
 
     def drop_unused_imports(self, in_use: Collection[str]) -> None:
-        """After a crash: images that came with a pack whose snapshots did not come, and those half received."""
-        sweep_staging(self._pieces)
-        if not any(self._pieces.glob(f"{IMPORTED}-*")):
+        """After a crash: images that came with a pack whose snapshots did not come."""
+        if not any(path.name.startswith((IMPORTED, STAGING_PREFIX)) for path in self._pieces.glob("*")):
             return
         with locked(self._changing):
             kept = {*in_use, *self._read_names().values()}

@@ -8,59 +8,50 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
 
 from forkd.engines.base import Engine, Machine
-from forkd.errors import Conflict, ForkdError, InvalidInput, NoCapacity, NotForkable
+from forkd.errors import Conflict, ForkdError, NoCapacity, NotForkable
 from forkd.host.faults import fault_point
-from forkd.host.pages import LiveMemory
+from forkd.host.system import FORKED_CHILD_MIB
 from forkd.host.threads import in_thread, offloaded
-from forkd.model.names import SnapshotTag, parse_tag
+from forkd.model.names import SnapshotTag
 from forkd.model.sandbox import State
+from forkd.runtime.admission import admit_children, look
+from forkd.runtime.branch_files import (
+    PREFIX,
+    BranchRequest,
+    Mode,
+    Written,
+    check_parent,
+    is_root_of,
+    new_tag,
+    read_back,
+    render_manifest,
+    write_memory,
+)
 from forkd.runtime.child import LiveSandbox
 from forkd.runtime.events import EventLog
 from forkd.runtime.origin import Ancestry, Branch, Origin, Template
 from forkd.runtime.registry import SandboxRecord, SnapshotJob
 from forkd.runtime.sandboxes import Sandboxes, not_running
-from forkd.runtime.snapshots import WRITING, Snapshots, SnapshotView
+from forkd.runtime.snapshot_view import FORK_PREFIX, WRITING, SnapshotView
+from forkd.runtime.snapshots import Snapshots
 from forkd.runtime.templates import Templates, measure
+from forkd.store.apart import write_layer_apart
 from forkd.store.chain import MAX_DEPTH
-from forkd.store.content import write_whole
 from forkd.store.layers import write_layer
-from forkd.store.manifest import Manifest, Parent
-from forkd.store.manifest import Origin as BranchedFrom
 from forkd.store.snapshots import Snapshot
 
 _log = logging.getLogger(__name__)
 
-PREFIX = "branch-"
-# Of tags that only the forks of one call need, on engines that fork from files.
-FORK_PREFIX = "fork-"
 DEFAULT_AT_ONCE = 4
 # How long a daemon that stops waits for what is being written.
 STOP_S = 30.0
-
-
-class Mode(enum.Enum):
-    FULL = "full"  # the snapshot needs no other
-    DIFF = "diff"  # a layer over its parent
-    LIVE = "live"  # the same; forkd's word where the source is not to pause for the writing
-
-
-@dataclass(frozen=True)
-class BranchRequest:
-    tag: SnapshotTag | None = None  # None: one is made up
-    mode: Mode = Mode.LIVE
-    parent_tag: SnapshotTag | None = None  # None: what the sandbox was forked from
-    checkpoint: str | None = None
-    settled: bool = False  # nothing else talks to the guest, which prepares for a freeze first
-    auto: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,6 +174,7 @@ class Branches:
         directory = self._sandboxes.home.vms / f"{PREFIX}{secrets.token_hex(6)}"
         if live.state is State.RUNNING:
             await live.reach()  # the fork goes on in the stream of its agent, which has to be there
+        admit_children(1, look(), FORKED_CHILD_MIB)
         begun, at_unix = time.monotonic(), time.time()
         try:
             machine = await self._engine.fork_live(live.machine, directory, paused=True)
@@ -208,17 +200,28 @@ class Branches:
         return snapshot if snapshot.depth < MAX_DEPTH else None
 
     @contextlib.asynccontextmanager
-    async def captured(self, sandbox_id: str) -> AsyncIterator[Origin]:
-        """What forks of a sandbox start from, for as long as the block runs. No tag is left where the engine can."""
+    async def captured(self, sandbox_id: str, tag: SnapshotTag | None = None) -> AsyncIterator[Origin]:
+        """What forks of a sandbox start from, for as long as the block runs. No tag is left where the engine can.
+
+        With `tag` it is kept under that, unless the block fails.
+        """
         record, live = self._sandboxes.get(sandbox_id), self._sandboxes.held(sandbox_id)
-        async with live.lock:
-            if live.state not in (State.RUNNING, State.PAUSED):
-                raise not_running(self._sandboxes.get(record.id))
-            frozen = await self._fork_paused(live)
+        frozen = None
+        if tag is None:
+            async with live.lock:
+                if live.state not in (State.RUNNING, State.PAUSED):
+                    raise not_running(self._sandboxes.get(record.id))
+                frozen = await self._fork_paused(live)
         if frozen is None:
-            branch = await self._branch(record.id, BranchRequest(new_tag(record.id, FORK_PREFIX), auto=True))
-            async with self._snapshots.held(branch.tag) as origin:
-                yield origin
+            chosen = BranchRequest(new_tag(record.id, FORK_PREFIX), auto=True) if tag is None else BranchRequest(tag)
+            branch = await self._branch(record.id, chosen)
+            try:
+                async with self._snapshots.held(branch.tag) as origin:
+                    yield replace(origin, pause_s=branch.pause_s)
+            except BaseException:
+                with contextlib.suppress(ForkdError):
+                    await self._snapshots.remove(branch.tag)
+                raise
             return
         ancestry = Ancestry(record.id, record.lineage, record.depth + 1, frozen.at_unix)
         template = Template(None, record.snapshot_tag, frozen.machine, None, 0, 0.0, settled=False)
@@ -269,16 +272,23 @@ class Branches:
         request: BranchRequest,
         parent: Snapshot | None,
     ) -> None:
-        """The sandbox stands still meanwhile."""
-        begun, running = time.monotonic(), live.state is State.RUNNING
-        try:
-            if running:
-                await live.machine.pause()
-            await self._write(branch, live.machine, record, request, parent, begun=begun)
-        finally:
-            if running:
+        """The sandbox stands still until all that differs is in files."""
+        begun, stopped = time.monotonic(), False
+
+        async def go_on() -> None:
+            nonlocal stopped
+            if stopped:
+                stopped = False
                 await self._sandboxes.go_on(live)
-        branch.pause_s = time.monotonic() - begun
+            branch.pause_s = branch.pause_s or time.monotonic() - begun
+
+        try:
+            if live.state is State.RUNNING:
+                await live.machine.pause()
+                stopped = True
+            await self._write(branch, live.machine, record, request, parent, go_on)
+        finally:
+            await go_on()
 
     async def _write(
         self,
@@ -287,46 +297,25 @@ class Branches:
         record: SandboxRecord,
         request: BranchRequest,
         parent: Snapshot | None,
-        *,
-        begun: float | None = None,
+        captured: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`begun`: when the source was stopped, where it stands still until this is done."""
-        store, started = self._snapshots.store, time.monotonic()
+        """`captured`: what is to be done once the machine is not needed any more."""
+        store, begun = self._snapshots.store, time.monotonic()
         async with offloaded(store.created(branch.tag, replace_existing=False)) as (staging, seal):
             saved = await self._engine.save(machine, staging)
             fault_point("branch.saved")
-            if parent is not None and saved.memory is not None and not _is_root_of(parent, saved.memory):
+            if parent is not None and saved.memory is not None and not is_root_of(parent, saved.memory):
                 parent = None  # another snapshot has the tag by now
-            dirty, written = await in_thread(lambda: _write_memory(saved.memory, parent, staging))
+            # A process of its own takes a while to start, which a source that stands still does not have.
+            write = write_layer_apart if captured is None else write_layer
+            dirty, written = await in_thread(lambda: write_memory(saved.memory, parent, staging, write))
             fault_point("branch.pages")
-            now = time.monotonic()
-            pause_s = branch.pause_s if begun is None else now - begun
+            if captured is not None:
+                await captured()
+            sizes = Written(round((time.monotonic() - begun) * 1000), dirty, written)
             source = self._snapshots.describe(record)
-            manifest = Manifest(
-                tag=branch.tag,
-                created_at_unix=int(branch.ancestry.forked_at_unix or time.time()),
-                engine=self._engine.name,
-                image_id=source.image_id,
-                machine=source.machine,
-                warm=source.warm,
-                platform=saved.platform,
-                files={},
-                rehearsal=source.rehearsal,
-                parent=None if parent is None else Parent(parent.manifest.tag, parent.hash),
-                settled=request.settled,
-                origin=BranchedFrom(
-                    branched_from=record.id,
-                    lineage=record.lineage,
-                    depth=record.depth,
-                    at_unix=branch.ancestry.forked_at_unix,
-                    mode=request.mode.value,
-                    pause_ms=round(pause_s * 1000),
-                    diff_ms=round((now - started) * 1000),
-                    bytes_dirty=dirty,
-                    bytes_written=written,
-                    checkpoint=request.checkpoint,
-                    auto=branch.auto,
-                ),
+            manifest = render_manifest(
+                branch, record, request, source, self._engine.name, saved.platform, parent, sizes
             )
             await in_thread(lambda: seal(manifest))
             fault_point("branch.sealed")
@@ -334,36 +323,13 @@ class Branches:
         with self._sandboxes.registry.transaction():
             self._sandboxes.registry.remove_job(branch.tag)
             self._events.emit("snapshot.ready", sandbox_id=record.id, snapshot_tag=branch.tag)
-        self._snapshots.branches.pop(branch.tag, None)
+        try:
+            # Read back once, now: the first fork from its files need not.
+            await in_thread(lambda: read_back(store, branch.tag))
+        finally:
+            self._snapshots.branches.pop(branch.tag, None)
 
     def _fail(self, branch: Branch, error: ForkdError) -> None:
         branch.error = error
         if self._snapshots.branches.pop(branch.tag, None) is not None:
             self._snapshots.fail(branch.tag, time.time(), error)
-
-
-def _write_memory(memory: LiveMemory | None, parent: Snapshot | None, staging: Path) -> tuple[int, int]:
-    """How many bytes were dirty, and how many were written."""
-    if memory is None:
-        return 0, 0
-    if parent is not None:
-        layer = write_layer(memory, parent, staging)
-        return layer.bytes_dirty, layer.bytes_written
-    whole = write_whole(memory, staging)
-    return whole.bytes_written, whole.bytes_written
-
-
-def _is_root_of(parent: Snapshot, memory: LiveMemory) -> bool:
-    root = parent.root_memory
-    return root is not None and root.samefile(memory.file)
-
-
-def new_tag(sandbox_id: str, prefix: str = PREFIX) -> SnapshotTag:
-    return parse_tag(f"{prefix}{sandbox_id}-{int(time.time())}-{secrets.token_hex(2)}")
-
-
-def check_parent(request: BranchRequest, record: SandboxRecord) -> None:
-    if request.parent_tag is not None and request.parent_tag != record.snapshot_tag and not request.auto:
-        raise InvalidInput(
-            f"parent_tag must be what the sandbox was forked from, {record.snapshot_tag}, got {request.parent_tag}"
-        )

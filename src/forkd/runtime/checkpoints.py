@@ -14,13 +14,15 @@ from forkd.errors import InvalidInput, NotFound
 from forkd.host.faults import fault_point
 from forkd.model.names import SnapshotTag, new_identity, parse_name, parse_tag
 from forkd.model.sandbox import State
-from forkd.runtime.branches import Branches, BranchRequest
+from forkd.runtime.branch_files import BranchRequest
+from forkd.runtime.branches import Branches
 from forkd.runtime.child import Child, LiveSandbox
 from forkd.runtime.fork import fork_one
 from forkd.runtime.origin import Origin
 from forkd.runtime.registry import SandboxRecord
 from forkd.runtime.sandboxes import Sandboxes, not_running
-from forkd.runtime.snapshots import Snapshots, SnapshotView
+from forkd.runtime.snapshot_view import SnapshotView, find_checkpoint, find_instant
+from forkd.runtime.snapshots import Snapshots
 
 MAX_NAME = 32
 _GENERATED = re.compile(r"c([0-9]{1,9})")
@@ -41,7 +43,9 @@ class Checkpoints:
     def list(self, sandbox_id: str) -> list[Checkpoint]:
         """The oldest first."""
         record = self._sandboxes.get(sandbox_id)
-        found = [Checkpoint(name, view) for view in self._snapshots.list() if (name := find_name(view, record.id))]
+        found = [
+            Checkpoint(name, view) for view in self._snapshots.list() if (name := find_checkpoint(view, record.id))
+        ]
         return sorted(found, key=lambda each: find_instant(each.view))
 
     async def create(self, sandbox_id: str, name: str | None = None) -> Checkpoint:
@@ -141,26 +145,10 @@ def checkpoint_tag(sandbox_id: str, name: str) -> SnapshotTag:
     return parse_tag(f"{sandbox_id}-{name}")
 
 
-def find_name(view: SnapshotView, sandbox_id: str) -> str | None:
-    """The name of a snapshot that is a checkpoint of a sandbox."""
-    if view.branch is not None:
-        return view.branch.checkpoint if view.branch.ancestry.parent_id == sandbox_id else None
-    origin = view.manifest.origin if view.manifest else None
-    return origin.checkpoint if origin is not None and origin.branched_from == sandbox_id else None
-
-
 def choose_name(taken: list[str]) -> str:
     """The next of c1, c2, ..."""
     numbers = [int(found[1]) for name in taken if (found := _GENERATED.fullmatch(name))]
     return f"c{max(numbers, default=0) + 1}"
-
-
-def find_instant(view: SnapshotView) -> float:
-    """When it was frozen."""
-    if view.branch is not None:
-        return view.branch.ancestry.forked_at_unix or 0.0
-    origin = view.manifest.origin if view.manifest else None
-    return view.created_at_unix if origin is None or origin.at_unix is None else origin.at_unix
 
 
 def _absent(sandbox_id: str, name: str) -> NotFound:

@@ -8,10 +8,12 @@ from forkd.errors import InvalidInput
 from forkd.host.faults import fault_point
 from forkd.model.names import SnapshotTag
 from forkd.model.sandbox import SandboxSpec
-from forkd.runtime.branches import Branches, BranchRequest, Mode
+from forkd.runtime.branch_files import BranchRequest, Mode
+from forkd.runtime.branches import Branches
 from forkd.runtime.freeze import Warmup, warm_up
 from forkd.runtime.sandboxes import Sandboxes
-from forkd.runtime.snapshots import Snapshots, SnapshotView
+from forkd.runtime.snapshot_view import SnapshotView
+from forkd.runtime.snapshots import Snapshots
 from forkd.runtime.spawn import Spawner
 
 # Of the sandbox that it runs in; the value is the tag to be.

@@ -10,7 +10,7 @@ from forkd.host.system import memory_use
 from forkd.model.sandbox import LIVE
 from forkd.runtime.origin import Ancestry
 from forkd.runtime.registry import SandboxRecord
-from forkd.runtime.snapshots import SnapshotDetail
+from forkd.runtime.snapshot_view import SnapshotDetail
 
 _MIB = 2**20
 _HINT = "End some of them, or raise the setting {setting}"

@@ -85,6 +85,7 @@ class Template:
     _spawns: int = 0
     _under_way: int = 0
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
+    _unused: asyncio.Event = field(default_factory=asyncio.Event)
     _ending: bool = False
 
     @property
@@ -99,11 +100,14 @@ class Template:
     def in_use(self) -> Iterator[None]:
         """While a spawn uses it, it is not ended to make room."""
         self._spawns += 1
+        self._unused.clear()
         try:
             yield
         finally:
             self._spawns -= 1
             self.used_at = time.monotonic()
+            if not self._spawns:
+                self._unused.set()
 
     @contextmanager
     def judged(self, limits: Limits) -> Iterator[None]:
@@ -138,6 +142,11 @@ class Template:
             if not self._under_way:
                 self._idle.set()
 
+    async def unused(self) -> None:
+        """Until no spawn uses it."""
+        while self._spawns:
+            await self._unused.wait()
+
     async def end(self) -> None:
         """Safe to repeat."""
         self._ending = True
@@ -163,11 +172,12 @@ def fits(templates: Iterable[Template], policy: TemplatePolicy, need_mib: float)
 def choose_to_end(
     templates: Iterable[Template], policy: TemplatePolicy, need_mib: float = EXPECTED_MIB
 ) -> list[Template]:
-    """The templates to end so that one more fits: least recently used first, never one in use. Pure.
+    """The templates to end so that one more fits: branches before those that rehearsed, which take longer to make, and
+    of each the least recently used first; never one in use. Pure.
 
     None at all where that would not be enough.
     """
-    kept = sorted(templates, key=lambda template: template.used_at)
+    kept = sorted(templates, key=lambda template: (template.settled, template.used_at))
     ended: list[Template] = []
     for template in [each for each in kept if not each.busy]:
         if fits(kept, policy, need_mib):
@@ -216,6 +226,7 @@ class Branch:
     progress: str = "writing"
     task: asyncio.Task[None] | None = None
     error: ForkdError | None = None
+    first_child_s: float | None = None  # from the call on
 
     def origin(self) -> Origin:
         return Origin(self.tag, None, self.template, self.made_of, self.ancestry)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
-from collections.abc import AsyncIterator, Collection, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from forkd.host.paths import DAEMON_LOCK, Home, ensure_home, ensure_private
 from forkd.host.system import start_time_ticks
 from forkd.host.threads import in_thread
 from forkd.model.names import SnapshotTag
-from forkd.runtime.branches import DEFAULT_AT_ONCE, FORK_PREFIX, Branches
+from forkd.runtime.branches import DEFAULT_AT_ONCE, Branches
 from forkd.runtime.checkpoints import Checkpoints
 from forkd.runtime.derive import Deriver
 from forkd.runtime.events import EventLog
@@ -31,11 +30,11 @@ from forkd.runtime.packs import Packs
 from forkd.runtime.recovery import recover
 from forkd.runtime.registry import Registry, SandboxRecord
 from forkd.runtime.sandboxes import Sandboxes
-from forkd.runtime.snapshots import FAILED, Pruning, Snapshots, SnapshotView
+from forkd.runtime.snapshot_view import FAILED, FORK_PREFIX, is_checkpoint, is_left_over, is_nobodys
+from forkd.runtime.snapshots import Pruning, Snapshots
 from forkd.runtime.spawn import Spawner
 from forkd.runtime.templates import Templates
 from forkd.runtime.upkeep import Upkeep
-from forkd.runtime.workspaces import ID_PREFIX as WORKSPACE_PREFIX
 from forkd.runtime.workspaces import Workspaces
 from forkd.store.retention import Policy as RetentionPolicy
 
@@ -50,8 +49,6 @@ class RuntimeOptions:
 
 
 _DEFAULT = RuntimeOptions()
-# Of forks, of states of workspaces, and of checkpoints of a sandbox.
-_MADE_UP = re.compile(rf"{FORK_PREFIX}sb-|{WORKSPACE_PREFIX}[0-9a-f]{{16}}-|(?P<checkpointed>sb-[0-9a-f]{{10}})-")
 
 
 class Runtime:
@@ -147,24 +144,12 @@ class Runtime:
 
     async def prune(self, policy: RetentionPolicy, *, dry_run: bool) -> Pruning:
         """Never what a sandbox, a workspace or another snapshot needs."""
-        in_use = {record.snapshot_tag for record in self.registry.list_sandboxes()}
+        records = self.registry.list_sandboxes()
+        in_use = {record.snapshot_tag for record in records}
+        in_use |= {view.tag for view in self.snapshots.list() if is_checkpoint(view, {each.id for each in records})}
         in_use |= {row.source_snapshot_tag for row in self.registry.list_workspaces()}
         in_use |= {row.current_state_tag for row in self.registry.list_workspaces() if row.current_state_tag}
         return await self.snapshots.prune(policy, in_use, dry_run=dry_run)
-
-
-def is_left_over(view: SnapshotView, alive: Collection[str], used: Collection[str]) -> bool:
-    """Pure. Only what nobody chose the tag of."""
-    origin = view.manifest.origin if view.manifest else None
-    if origin is None or not origin.auto or view.tag in used:
-        return False
-    return view.tag.startswith(FORK_PREFIX) or (origin.checkpoint is not None and origin.branched_from not in alive)
-
-
-def is_nobodys(tag: SnapshotTag, alive: Collection[str]) -> bool:
-    """Pure. Whether an attempt that failed was for a tag that nobody chose: its failure has been told otherwise."""
-    found = _MADE_UP.match(tag)
-    return found is not None and (found["checkpointed"] is None or found["checkpointed"] not in alive)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from forkd.engines.base import Engine, Frozen
 from forkd.errors import Conflict, ForkdError, NoCapacity, NotFound
@@ -22,12 +21,25 @@ from forkd.model.machine import MachineSpec
 from forkd.model.names import SnapshotTag, parse_tag
 from forkd.runtime.events import EventLog
 from forkd.runtime.freeze import Warmup, create_snapshot, frozen_of
-from forkd.runtime.origin import Ancestry, Branch, Origin, TemplateView
+from forkd.runtime.origin import Branch, Origin, TemplateView
 from forkd.runtime.registry import Registry, SandboxRecord, SnapshotJob
+from forkd.runtime.snapshot_view import (
+    FAILED,
+    WRITING,
+    Described,
+    SnapshotDetail,
+    SnapshotView,
+    describe_shape,
+    find_ancestry,
+    on_disk,
+    parse_shape,
+    ready_view,
+    stored_of,
+    unusable_view,
+)
 from forkd.runtime.templates import Templates
-from forkd.store.manifest import Manifest
 from forkd.store.retention import Policy as RetentionPolicy
-from forkd.store.retention import Pruned, Stored, choose_to_prune
+from forkd.store.retention import Pruned, choose_to_prune
 from forkd.store.snapshots import Snapshot, SnapshotStore
 
 _log = logging.getLogger(__name__)
@@ -35,8 +47,6 @@ _log = logging.getLogger(__name__)
 # Parents that boot at once, and how many more may wait for their turn.
 BOOTS_AT_ONCE = 2
 MAX_JOBS = 16
-
-WRITING, READY, FAILED = "writing", "ready", "failed"
 
 
 @dataclass(frozen=True)
@@ -46,35 +56,6 @@ class SnapshotRequest:
     machine: MachineSpec
     warmup: Warmup
     replace: bool = False
-
-
-@dataclass(frozen=True)
-class SnapshotView:
-    tag: SnapshotTag
-    directory: Path
-    created_at_unix: int
-    status: str
-    warning: str | None = None
-    code: str | None = None
-    manifest: Manifest | None = None
-    progress: str | None = None
-    branch: Branch | None = None  # not on disk yet
-
-    @property
-    def usable(self) -> bool:
-        """Can be forked from now, on disk or not."""
-        return self.status == READY or (self.branch is not None and self.branch.template is not None)
-
-
-@dataclass(frozen=True)
-class SnapshotDetail:
-    view: SnapshotView
-    memory_logical_bytes: int = 0
-    memory_physical_bytes: int = 0
-    vmstate_bytes: int = 0
-    ancestors: tuple[SnapshotTag, ...] = ()  # root first
-    dependents: tuple[SnapshotTag, ...] = ()
-    unique_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,9 +96,9 @@ class Snapshots:
 
     def list(self) -> list[SnapshotView]:
         listing = self.store.list()
-        views = {snapshot.manifest.tag: _ready(snapshot) for snapshot in listing.snapshots}
+        views = {snapshot.manifest.tag: ready_view(snapshot) for snapshot in listing.snapshots}
         for entry in listing.unusable:
-            views[entry.tag] = _unusable(entry.tag, entry.directory, entry.error)
+            views[entry.tag] = unusable_view(entry.tag, entry.directory, entry.error)
         for job in self._registry.list_jobs():
             views[job.tag] = self._overlaid(job, views.get(job.tag))
         return [views[tag] for tag in sorted(views)]
@@ -127,12 +108,12 @@ class Snapshots:
         job = self._registry.find_job(parsed)
         stored: SnapshotView | None = None
         try:
-            stored = _ready(self.store.get(parsed))
+            stored = ready_view(self.store.get(parsed))
         except NotFound:
             if job is None:
                 raise
         except ForkdError as error:
-            stored = _unusable(parsed, self.store.root / parsed, error)
+            stored = unusable_view(parsed, self.store.root / parsed, error)
         if job is not None:
             return self._overlaid(job, stored)
         assert stored is not None
@@ -149,7 +130,7 @@ class Snapshots:
         return SnapshotDetail(
             view,
             memory_logical_bytes=view.manifest.machine.memory_mib * 2**20,
-            memory_physical_bytes=_on_disk(snapshot, "memory", "pages", "extents"),
+            memory_physical_bytes=on_disk(snapshot, "memory", "pages", "extents"),
             vmstate_bytes=sum(entry.size for name, entry in view.manifest.files.items() if name == "state"),
             ancestors=tuple(each.manifest.tag for each in snapshot.ancestors),
             dependents=self.store.dependents(view.tag),
@@ -162,11 +143,13 @@ class Snapshots:
 
         A branch that is still being written is forked from its template.
         """
-        if (branch := self.branches.get(tag)) is not None and branch.template is not None:
+        branch = self.branches.get(tag)
+        if branch is not None and branch.template is not None:
             with branch.template.in_use():
                 yield branch.origin()
+            self._note_first_child(branch)
             return
-        if tag in self._making and not self.store.has(tag):
+        if (branch is not None or tag in self._making) and not self.store.has(tag):
             raise Conflict(f"Snapshot {tag} is still being made", hint="Wait until its status is ready")
         with contextlib.ExitStack() as stack:
 
@@ -178,6 +161,12 @@ class Snapshots:
             snapshot, frozen = await in_thread(hold)
             made_of, ancestry = describe_shape(snapshot.manifest), find_ancestry(snapshot.manifest)
             yield Origin(tag, frozen, self._templates.find(frozen), made_of, ancestry)
+
+    def _note_first_child(self, branch: Branch) -> None:
+        if branch.first_child_s is None:
+            branch.first_child_s = time.monotonic() - branch.begun
+            data = {"pause_ms": round(branch.pause_s * 1000, 1), "ready_ms": round(branch.first_child_s * 1000, 1)}
+            self._events.emit("snapshot.first_child", snapshot_tag=branch.tag, data=data)
 
     def describe(self, record: SandboxRecord) -> Described:
         """What the snapshot of a sandbox says of itself; less where that is gone."""
@@ -269,7 +258,7 @@ class Snapshots:
 
     async def prune(self, policy: RetentionPolicy, in_use: Collection[str], *, dry_run: bool) -> Pruning:
         """By rules. One that came into use meanwhile stays."""
-        stored = [_stored(snapshot) for snapshot in (await in_thread(self.store.list)).snapshots]
+        stored = [stored_of(snapshot) for snapshot in (await in_thread(self.store.list)).snapshots]
         # What no branch made is not pruned.
         made = {view.tag for view in self.list() if view.manifest is not None and view.manifest.origin is None}
         doomed = choose_to_prune(stored, policy, {*made, *map(SnapshotTag, in_use)}, time.time())
@@ -392,64 +381,6 @@ class Snapshots:
             job.code,
             progress=making.progress if making else None,
         )
-
-
-@dataclass(frozen=True)
-class Described:
-    image_id: str
-    machine: MachineSpec
-    warm: str = ""
-    rehearsal: str | None = None
-
-
-def describe_shape(manifest: Manifest) -> dict[str, str]:
-    """What a sandbox of it is made of, to be kept with the sandbox."""
-    machine = manifest.machine
-    shape = {"image_id": manifest.image_id, "memory_mib": str(machine.memory_mib), "vcpus": str(machine.vcpus)}
-    return shape | ({"cpu_template": machine.cpu_template} if machine.cpu_template else {})
-
-
-def parse_shape(record: SandboxRecord) -> Described:
-    shape = record.made_of
-    if "image_id" not in shape:
-        raise Conflict(
-            f"What sandbox {record.id} is made of is not known: an older forkd made it, and its snapshot is gone",
-            hint="Fork its work anew",
-        )
-    machine = MachineSpec(int(shape["memory_mib"]), int(shape["vcpus"]), shape.get("cpu_template"))
-    return Described(shape["image_id"], machine)
-
-
-def find_ancestry(manifest: Manifest) -> Ancestry:
-    origin = manifest.origin
-    if origin is None:
-        return Ancestry()
-    return Ancestry(origin.branched_from, origin.lineage, origin.depth + 1, origin.at_unix)
-
-
-def _stored(snapshot: Snapshot) -> Stored:
-    manifest = snapshot.manifest
-    parent = None if manifest.parent is None else manifest.parent.tag
-    auto = manifest.origin is not None and manifest.origin.auto
-    return Stored(manifest.tag, manifest.created_at_unix, snapshot.disk_bytes(), parent, auto)
-
-
-def _on_disk(snapshot: Snapshot, *names: str) -> int:
-    places = (snapshot.directory / name for name in names if name in snapshot.manifest.files)
-    return sum(place.stat().st_blocks * 512 for place in places)
-
-
-def _ready(snapshot: Snapshot) -> SnapshotView:
-    manifest = snapshot.manifest
-    return SnapshotView(manifest.tag, snapshot.directory, manifest.created_at_unix, READY, manifest=manifest)
-
-
-def _unusable(tag: SnapshotTag, directory: Path, error: ForkdError) -> SnapshotView:
-    try:
-        modified_unix = int(directory.stat().st_mtime)
-    except OSError:  # removed while we looked
-        modified_unix = 0
-    return SnapshotView(tag, directory, modified_unix, FAILED, error.message, error.code)
 
 
 class _Progress:

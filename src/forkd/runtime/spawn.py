@@ -18,7 +18,7 @@ from forkd.host.faults import fault_point
 from forkd.host.system import steady_s
 from forkd.host.threads import in_thread
 from forkd.model.machine import NO_LIMITS, parse_count
-from forkd.model.names import check_env
+from forkd.model.names import SnapshotTag, check_env
 from forkd.model.sandbox import SandboxSpec, State
 from forkd.runtime.admission import admit_children, look, starts_at_once
 from forkd.runtime.branches import Branches
@@ -82,13 +82,17 @@ class Spawner:
     async def spawn(self, spec: SandboxSpec, key: IdempotencyKey | None = None) -> Spawned:
         return await self._once(spec, key, lambda: self._snapshots.held(spec.snapshot_tag))
 
-    async def fork(self, sandbox_id: str, spec: SandboxSpec, key: IdempotencyKey | None = None) -> Spawned:
-        """Sandboxes that start where another one is, which goes on. Its limits are theirs, unless others are asked."""
+    async def fork(
+        self, sandbox_id: str, spec: SandboxSpec, key: IdempotencyKey | None = None, tag: SnapshotTag | None = None
+    ) -> Spawned:
+        """Sandboxes that start where another one is, which goes on. Its limits are theirs, unless others are asked.
+
+        With `tag` what they start from is kept under it.
+        """
         record = self._sandboxes.get(sandbox_id)
-        spec = replace(
-            spec, snapshot_tag=record.snapshot_tag, limits=record.limits if spec.limits == NO_LIMITS else spec.limits
-        )
-        return await self._once(spec, key, lambda: self._branches.captured(record.id))
+        limits = record.limits if spec.limits == NO_LIMITS else spec.limits
+        spec = replace(spec, snapshot_tag=tag or record.snapshot_tag, limits=limits)
+        return await self._once(spec, key, lambda: self._branches.captured(record.id, tag))
 
     async def _once(self, spec: SandboxSpec, key: IdempotencyKey | None, find: FindOrigin) -> Spawned:
         parse_count(spec.n)

@@ -206,6 +206,7 @@ class Templates:
         try:
             await self._make_room(template.memory_bytes / _MIB)
         except NoCapacity:
+            await template.unused()  # a spawn that has begun has no other way
             await template.end()
             return
         template.key = key

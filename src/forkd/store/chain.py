@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from forkd.errors import NotFound, SnapshotDamaged
+from forkd.errors import Conflict, NotFound, SnapshotDamaged
 from forkd.model.memory import Run, lay_over
 from forkd.store.extents import MAX_BYTES, parse_extents, runs_of
 from forkd.store.manifest import Manifest, parse_manifest, render_remedy
@@ -122,6 +122,16 @@ def follow_chain(tag: str, read: Callable[[str], Snapshot]) -> Snapshot:
         _check_alike(chain[-1].manifest, below.manifest, tag)
         chain.append(below)
     return join_chain(chain[::-1])
+
+
+def check_depth(parent: Snapshot) -> None:
+    """Raise Conflict unless a layer can lie over it."""
+    if parent.depth >= MAX_DEPTH:
+        tag = parent.manifest.tag
+        raise Conflict(
+            f"Snapshot {tag} has {parent.depth} snapshots below it, and cannot have a layer over it",
+            hint=f"Make one snapshot of them: forkd snapshot compact {tag}",
+        )
 
 
 def _check_alike(layer: Manifest, below: Manifest, tag: str) -> None:

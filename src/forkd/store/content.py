@@ -13,6 +13,7 @@ from pathlib import Path
 from forkd.errors import SnapshotDamaged
 from forkd.host.files import enough_disk
 from forkd.host.pages import LiveMemory, MemoryReader, find_written, opened_memory
+from forkd.host.turns import Turns
 from forkd.model.memory import PAGE, merge_spans
 from forkd.store.chain import MEMORY, Snapshot
 from forkd.store.manifest import render_remedy
@@ -138,12 +139,12 @@ def _write_spans(
     reader: Content | MemoryReader, spans: list[tuple[int, int]], fd: int, on_progress: OnProgress | None
 ) -> int:
     buffer = memoryview(bytearray(BATCH))
-    total, done, written = sum(end - start for start, end in spans), 0, 0
+    total, done, written, turns = sum(end - start for start, end in spans), 0, 0, Turns()
     for begin, end in spans:
         for start in range(begin, end, BATCH):
             part = buffer[: min(BATCH, end - start)]
             reader.read_into(start, part)
-            for first, last in _nonzero_parts(part):
+            for first, last in _nonzero_parts(part, turns):
                 _write_all(fd, part[first:last], start + first)
                 written += last - first
             done += len(part)
@@ -152,9 +153,10 @@ def _write_spans(
     return written
 
 
-def _nonzero_parts(data: memoryview) -> list[tuple[int, int]]:
+def _nonzero_parts(data: memoryview, turns: Turns) -> list[tuple[int, int]]:
     parts = []
     for start in range(0, len(data), _BLOCK):
+        turns.give_way()
         block = data[start : start + _BLOCK].tobytes()
         if block == _ZERO_BLOCK[: len(block)]:
             continue

@@ -28,16 +28,18 @@ from forkd.errors import EngineFailed
 from forkd.host.faults import fault_point
 from forkd.host.files import enough_disk
 from forkd.host.pages import LiveMemory, find_written, opened_memory
+from forkd.host.turns import Turns
 from forkd.model.memory import PAGE, lay_over, merge_spans
-from forkd.store.chain import EXTENTS, PAGES, Snapshot
+from forkd.store.chain import EXTENTS, PAGES, Snapshot, check_depth
 from forkd.store.content import BATCH, ZERO_PAGE, OnProgress, opened_content
 from forkd.store.extents import ZEROS, Extent, render_extents, runs_of
 
 MANY_EXTENTS = 16_384
 MAX_RUNS = 28_000
 _LEAST = 4
-# Of equal pages, pages are compared together first.
+# Pages that are looked at together.
 _BLOCK = 16 * PAGE
+_PENDING = 256 * 1024
 # Pages that are remembered to find duplicates of: some 100 MiB of our memory.
 _MAX_KNOWN = 1 << 20
 
@@ -55,21 +57,26 @@ class LayerStats:
 def write_layer(
     memory: LiveMemory, parent: Snapshot, staging: Path, *, on_progress: OnProgress | None = None
 ) -> LayerStats:
-    """What differs in a VM that stands still from the snapshot it came from, which is held, into `staging`.
+    """What differs in a VM that stands still from a snapshot, which is held, into `staging`.
 
-    Its memory is a file of the root's, privately mapped, with or without layers of the chain mapped over it.
+    Fast for a VM that maps the snapshot's root, with or without layers over it; right for any of the same size. Raises
+    Conflict for a snapshot that is too deep to have a layer over it.
     """
+    check_depth(parent)
     if parent.root_memory is None or memory.size != parent.memory_bytes:
         raise EngineFailed(
             f"A VM with {memory.size} bytes of memory is not of snapshot {parent.manifest.tag}, "
             f"which has {parent.memory_bytes}"
         )
     below = [(run.start, run.end) for run in parent.runs]
-    spans = _few_spans(merge_spans([*find_written(memory), *below]))
+    # A VM of another root may differ where it has written nothing.
+    is_of_root = memory.file.samefile(parent.root_memory)
+    spans = _few_spans(find_written(memory, parent.runs) if is_of_root else [(0, memory.size)])
     with enough_disk(staging):
         stats, extents = _write_pages(memory, parent, spans, (), staging, on_progress)
         if len(below) + len(extents) > MAX_RUNS and _count_runs(parent, extents) > MAX_RUNS:
-            stats, extents = _write_pages(memory, parent, spans, below, staging, on_progress)
+            every = _few_spans(merge_spans([*spans, *below]))
+            stats, extents = _write_pages(memory, parent, every, below, staging, on_progress)
         fault_point("layer.pages")
         index = render_extents(extents)
         (staging / EXTENTS).write_bytes(index)
@@ -107,12 +114,13 @@ def _write_pages(
         opened_content(parent) as content,
         (staging / PAGES).open("w+b", buffering=0) as out,
     ):
-        writer = _PageWriter(out.fileno())
+        turns = Turns()
+        writer = _PageWriter(out.fileno(), turns)
         for start, end in _batches(spans):
             length = end - start
             live.read_into(start, mine[:length])
             content.read_into(start, theirs[:length])
-            stretches = _differing(mine[:length], theirs[:length])
+            stretches = _differing(mine[:length], theirs[:length], turns)
             writer.counts.dirty += sum(last - first for first, last in stretches)
             if also:
                 stretches = merge_spans([*stretches, *_within(also, start, end)])
@@ -121,17 +129,22 @@ def _write_pages(
             writer.counts.looked_at += length
             if on_progress is not None:
                 on_progress(writer.counts.looked_at, total)
+        writer.flush()
         return writer.counts, writer.extents
 
 
 class _PageWriter:
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, turns: Turns) -> None:
         self.counts = _Counts()
         self.extents: list[Extent] = []
         self._fd = fd
+        self._turns = turns
         # The key of each page of the file (0: zeros), and the first page of the file with a key.
         self._keys = array("q")
         self._known: dict[int, int] = {}
+        # The last pages of the file, not written yet: guests often change pages one here, one there.
+        self._pending = bytearray()
+        self._written = 0
 
     @property
     def bridge(self) -> int:
@@ -146,12 +159,14 @@ class _PageWriter:
 
     def add(self, guest: int, data: memoryview) -> None:
         """A stretch of pages that is at page `guest`."""
-        pages = [data[at : at + PAGE].tobytes() for at in range(0, len(data), PAGE)]
-        # A hash of 64 bits with a secret of this process: no guest can make it collide, and equal ones are compared.
-        keys = [0 if page == ZERO_PAGE else hash(page) or 1 for page in pages]
+        keys: list[int] = []
+        for start in range(0, len(data), _BLOCK):
+            keys += _keys_of(data[start : start + _BLOCK].tobytes())
+            self._turns.give_way()
         least, count = self._least, len(keys)
         stored = at = 0  # pages from `stored` to `at` are to be written
         while at < count:
+            self._turns.give_way()
             length, place = self._match(keys, at)
             if length < least and length < count:
                 self._remember(keys[at])
@@ -192,17 +207,33 @@ class _PageWriter:
         self._keys.append(key)
 
     def _is_at(self, place: int, data: memoryview) -> bool:
+        self.flush()
         return os.pread(self._fd, len(data), place * PAGE) == data.tobytes()
 
     def _write(self, guest: int, data: memoryview) -> None:
         """The last pages that were remembered."""
         if not data:
             return
-        place = len(self._keys) - len(data) // PAGE
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._fd, data[done:], place * PAGE + done)
-        self._extend(guest, len(data) // PAGE, place)
+        count = len(data) // PAGE
+        if len(data) >= _PENDING:
+            self.flush()
+            self._put(data)
+        else:
+            self._pending += data
+            if len(self._pending) >= _PENDING:
+                self.flush()
+        self._extend(guest, count, len(self._keys) - count)
+
+    def flush(self) -> None:
+        with memoryview(self._pending) as data:
+            self._put(data)
+        self._pending.clear()
+
+    def _put(self, data: memoryview) -> None:
+        while data:
+            count = os.pwrite(self._fd, data, self._written)
+            self._written += count
+            data = data[count:]
 
     def _extend(self, guest: int, length: int, place: int) -> None:
         if self.extents:
@@ -213,11 +244,18 @@ class _PageWriter:
         self.extents.append((guest, length, place))
 
 
-def _differing(mine: memoryview, theirs: memoryview) -> list[tuple[int, int]]:
+def _keys_of(block: bytes) -> list[int]:
+    """Hashes of 64 bits with a secret of this process: no guest can make them collide, and equal ones are compared."""
+    pages = (block[at : at + PAGE] for at in range(0, len(block), PAGE))
+    return [0 if page == ZERO_PAGE else hash(page) or 1 for page in pages]
+
+
+def _differing(mine: memoryview, theirs: memoryview, turns: Turns) -> list[tuple[int, int]]:
     """Stretches (first, end) of pages that differ."""
     stretches: list[tuple[int, int]] = []
     for start in range(0, len(mine), _BLOCK):
         ours, others = mine[start : start + _BLOCK].tobytes(), theirs[start : start + _BLOCK].tobytes()
+        turns.give_way()
         if ours == others:
             continue
         for at in range(0, len(ours), PAGE):

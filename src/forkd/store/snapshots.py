@@ -34,7 +34,7 @@ from forkd.host.files import (
     verify_sizes,
 )
 from forkd.model.names import SnapshotTag, parse_tag
-from forkd.store.chain import EXTENTS, MANIFEST, MAX_DEPTH, MEMORY, PAGES, Snapshot, follow_chain, read_snapshot
+from forkd.store.chain import EXTENTS, MANIFEST, MEMORY, PAGES, Snapshot, check_depth, follow_chain, read_snapshot
 from forkd.store.content import write_whole
 from forkd.store.dependents import find_children, find_subtree, leaves_first, refuse_removal, refuse_replacement
 from forkd.store.manifest import Manifest, Origin, Parent, find_image_id, find_parent, render_manifest, render_remedy
@@ -325,11 +325,7 @@ class SnapshotStore:
                 raise Conflict(f"Snapshot {parent.tag} was removed while a layer over it was made") from error
             if found.hash != parent.hash:
                 raise Conflict(f"Snapshot {parent.tag} was replaced while a layer over it was made")
-            if found.depth >= MAX_DEPTH:
-                raise Conflict(
-                    f"Snapshot {parent.tag} has {found.depth} snapshots below it, and cannot have a layer over it",
-                    hint=f"Make one snapshot of them: forkd snapshot compact {parent.tag}",
-                )
+            check_depth(found)
             yield
 
     def refuse_to_replace_below_layers(self, tag: SnapshotTag) -> None:

@@ -26,7 +26,7 @@ from forkd.daemon.routes.sandboxes import MAX_KEY, count_spawn, parse_fork_spec,
 from forkd.errors import InvalidInput
 from forkd.host.threads import in_thread
 from forkd.model.names import parse_tag
-from forkd.runtime.branches import BranchRequest, Mode
+from forkd.runtime.branch_files import BranchRequest, Mode
 from forkd.runtime.derive import DeriveRequest
 from forkd.runtime.freeze import Warmup
 from forkd.store.retention import Policy as RetentionPolicy
@@ -76,15 +76,10 @@ async def fork_sandbox(
     record = call.runtime.sandboxes.get(id)
     spec = parse_fork_spec(body, record.snapshot_tag, call.token)
     key = None if idempotency_key is None else parse_key(idempotency_key, call.token or "", [record.id, call.json])
-    if body.tag is None:
-        spawned = await call.runtime.fork(id, spec, key=key)
-        pause_s = spawned.pause_s
-    else:
-        branch = await call.runtime.branches.branch(id, BranchRequest(parse_tag(body.tag)))
-        spec = parse_fork_spec(body, branch.tag, call.token)
-        spawned, pause_s = await call.runtime.spawn(spec, key=key), branch.pause_s
+    tag = None if body.tag is None else parse_tag(body.tag)
+    spawned = await call.runtime.fork(id, spec, key=key, tag=tag)
     count_spawn(call, spawned)
-    return Answer(render_spawned(spawned, phases=False), headers={"X-Forkd-Pause-Ms": f"{pause_s * 1000:.1f}"})
+    return Answer(render_spawned(spawned, phases=False), headers={"X-Forkd-Pause-Ms": f"{spawned.pause_s * 1000:.1f}"})
 
 
 @route("POST", "/v1/sandboxes/{id}/checkpoints", status=201, errors=(409, 501, 502, 504), plus=True)

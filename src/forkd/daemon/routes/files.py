@@ -14,7 +14,7 @@ from forkd.daemon.routes.guest import guest
 from forkd.daemon.streams import BYTES, LINES, STALL_S, Pieces, stalled
 from forkd.guest.changes import Change
 from forkd.runtime.child import LiveSandbox, Turn
-from forkd.wire.api import ArchiveWritten, FileInfo, FileListing, FileWritten, LeftOut
+from forkd.wire.api import ArchiveWritten, ChangeInfo, ChangesHead, FileInfo, FileListing, FileWritten, LeftOut
 from forkd.wire.archive import PIECE_BYTES
 
 
@@ -105,7 +105,10 @@ async def rename_file(call: Call, id: SandboxId, body: RenameBody) -> None:
         await live.agent.rename(body.path, body.to)
 
 
-@route("GET", "/v1/sandboxes/{id}/changes", gives=Raw(LINES, "A head, changes, an end"), guest=True, plus=True)
+_CHANGES = Raw(LINES, "A head, changes, an end", lines=(ChangesHead, ChangeInfo))
+
+
+@route("GET", "/v1/sandboxes/{id}/changes", gives=_CHANGES, guest=True, plus=True)
 async def list_changes(call: Call, id: SandboxId, since: Number = 0, sha256: Flag = False) -> Pieces:
     """What was written over the image, with a ctime later than `since` (ns): JSON lines, below."""
     count = 0
