@@ -1,5 +1,6 @@
 """While a branch is written, one of the three processes that have to do with it is killed: each at work for sure."""
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ def controller(daemon: Served) -> Iterator[Controller]:
 
 @contextmanager
 def stopped_writer(daemon: Served, controller: Controller) -> Iterator[tuple[str, int]]:
-    """A sandbox, and the process that writes a branch `next` of it, which stands still for as long as the block runs."""
+    """A sandbox, and the process that writes a branch `next` of it, which stands still while the block runs."""
     [source] = controller.spawn_sandboxes("warm")
     write_value(controller, source["id"], "kept")
     controller.branch_sandbox(source["id"], "next", mode="live", wait=False)
@@ -47,14 +48,16 @@ def stopped_writer(daemon: Served, controller: Controller) -> Iterator[tuple[str
     try:
         yield source["id"], writer
     finally:
-        os.kill(writer, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(writer, signal.SIGCONT)
 
 
 def _find_child(pid: int, word: bytes) -> int | None:
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            if word in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            status = (process / "status").read_text()
+            if f"\nPPid:\t{pid}\n" in status and word in (process / "cmdline").read_bytes():
+                return int(process.name)
     return None
 
 

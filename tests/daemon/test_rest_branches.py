@@ -66,9 +66,7 @@ def test_each_way_to_ask_for_a_branch(
     assert (found["has_branched"], found["branch_count"]) == (True, 1)
 
 
-def test_a_live_branch_that_is_not_waited_for_is_accepted(
-    client: Client, source: str, spawn: Spawn, tag: str
-) -> None:
+def test_a_live_branch_that_is_not_waited_for_is_accepted(client: Client, source: str, spawn: Spawn, tag: str) -> None:
     made = client.post(f"{source}/branch", {"tag": tag, "mode": "live", "wait": False})
     assert (made.status, made.body["usable"]) == (202, True)
     assert get_value(client, spawn(snapshot_tag=tag)) == "source"

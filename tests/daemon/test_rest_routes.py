@@ -686,6 +686,8 @@ def test_a_workspace_is_suspended_and_resumed_where_it_was(client: Client) -> No
     assert client.post("/v1/workspaces/desk/suspend").status == 415
     assert client.post("/v1/workspaces/desk/resume").body["status"] == "running"
     assert client.post("/v1/workspaces/desk/resume").status == 400
+    assert client.get(sandbox).status == 404  # its memory is free; the state is on disk
+    sandbox = f"/v1/sandboxes/{client.get('/v1/workspaces/desk').body['live_sandbox_id']}"
     assert client.post(f"{sandbox}/eval", {"code": "drawer"}).body["value"] == "open"
     assert [each["name"] for each in client.get("/v1/workspaces").body] == ["desk"]
     assert client.get("/v1/workspaces/desk").body["status"] == "running"
