@@ -17,7 +17,7 @@ from forkd.host.marked import find_marked
 from forkd.host.paths import Home
 from forkd.model.names import parse_tag
 from forkd.model.sandbox import SandboxSpec, State
-from forkd.runtime.branches import BranchRequest, Mode
+from forkd.runtime.branch_files import BranchRequest, Mode
 from forkd.runtime.derive import DeriveRequest
 from forkd.runtime.doctor import open_engine
 from forkd.runtime.freeze import Warmup

@@ -8,61 +8,50 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from forkd.engines.base import Engine, Machine
-from forkd.errors import Conflict, ForkdError, InvalidInput, NoCapacity, NotForkable
+from forkd.errors import Conflict, ForkdError, NoCapacity, NotForkable
 from forkd.host.faults import fault_point
-from forkd.host.pages import LiveMemory
 from forkd.host.system import FORKED_CHILD_MIB
 from forkd.host.threads import in_thread, offloaded
-from forkd.model.names import SnapshotTag, parse_tag
+from forkd.model.names import SnapshotTag
 from forkd.model.sandbox import State
 from forkd.runtime.admission import admit_children, look
+from forkd.runtime.branch_files import (
+    PREFIX,
+    BranchRequest,
+    Mode,
+    Written,
+    check_parent,
+    is_root_of,
+    new_tag,
+    read_back,
+    render_manifest,
+    write_memory,
+)
 from forkd.runtime.child import LiveSandbox
 from forkd.runtime.events import EventLog
 from forkd.runtime.origin import Ancestry, Branch, Origin, Template
 from forkd.runtime.registry import SandboxRecord, SnapshotJob
 from forkd.runtime.sandboxes import Sandboxes, not_running
-from forkd.runtime.snapshot_view import FORK_PREFIX, WRITING, Described, SnapshotView
+from forkd.runtime.snapshot_view import FORK_PREFIX, WRITING, SnapshotView
 from forkd.runtime.snapshots import Snapshots
 from forkd.runtime.templates import Templates, measure
 from forkd.store.apart import write_layer_apart
 from forkd.store.chain import MAX_DEPTH
-from forkd.store.content import write_whole
-from forkd.store.layers import LayerStats, write_layer
-from forkd.store.manifest import Manifest, Parent
-from forkd.store.manifest import Origin as BranchedFrom
+from forkd.store.layers import write_layer
 from forkd.store.snapshots import Snapshot
 
 _log = logging.getLogger(__name__)
 
-PREFIX = "branch-"
 DEFAULT_AT_ONCE = 4
 # How long a daemon that stops waits for what is being written.
 STOP_S = 30.0
-
-
-class Mode(enum.Enum):
-    FULL = "full"  # the snapshot needs no other
-    DIFF = "diff"  # a layer over its parent
-    LIVE = "live"  # the same; forkd's word where the source is not to pause for the writing
-
-
-@dataclass(frozen=True)
-class BranchRequest:
-    tag: SnapshotTag | None = None  # None: one is made up
-    mode: Mode = Mode.LIVE
-    parent_tag: SnapshotTag | None = None  # None: what the sandbox was forked from
-    checkpoint: str | None = None
-    settled: bool = False  # nothing else talks to the guest, which prepares for a freeze first
-    auto: bool = False
 
 
 @dataclass(frozen=True)
@@ -311,11 +300,11 @@ class Branches:
         async with offloaded(store.created(branch.tag, replace_existing=False)) as (staging, seal):
             saved = await self._engine.save(machine, staging)
             fault_point("branch.saved")
-            if parent is not None and saved.memory is not None and not _is_root_of(parent, saved.memory):
+            if parent is not None and saved.memory is not None and not is_root_of(parent, saved.memory):
                 parent = None  # another snapshot has the tag by now
             # A process of its own takes a while to start, which a source that stands still does not have.
             write = write_layer_apart if captured is None else write_layer
-            dirty, written = await in_thread(lambda: _write_memory(saved.memory, parent, staging, write))
+            dirty, written = await in_thread(lambda: write_memory(saved.memory, parent, staging, write))
             fault_point("branch.pages")
             if captured is not None:
                 await captured()
@@ -330,83 +319,13 @@ class Branches:
         with self._sandboxes.registry.transaction():
             self._sandboxes.registry.remove_job(branch.tag)
             self._events.emit("snapshot.ready", sandbox_id=record.id, snapshot_tag=branch.tag)
-        self._snapshots.branches.pop(branch.tag, None)
+        try:
+            # Read back once, now: the first fork from its files need not.
+            await in_thread(lambda: read_back(store, branch.tag))
+        finally:
+            self._snapshots.branches.pop(branch.tag, None)
 
     def _fail(self, branch: Branch, error: ForkdError) -> None:
         branch.error = error
         if self._snapshots.branches.pop(branch.tag, None) is not None:
             self._snapshots.fail(branch.tag, time.time(), error)
-
-
-@dataclass(frozen=True)
-class Written:
-    diff_ms: int
-    bytes_dirty: int
-    bytes_written: int
-
-
-def render_manifest(
-    branch: Branch,
-    record: SandboxRecord,
-    request: BranchRequest,
-    source: Described,
-    engine: str,
-    platform: Mapping[str, str],
-    parent: Snapshot | None,
-    written: Written,
-) -> Manifest:
-    return Manifest(
-        tag=branch.tag,
-        created_at_unix=int(branch.ancestry.forked_at_unix or time.time()),
-        engine=engine,
-        image_id=source.image_id,
-        machine=source.machine,
-        warm=source.warm,
-        platform=platform,
-        files={},
-        rehearsal=source.rehearsal,
-        parent=None if parent is None else Parent(parent.manifest.tag, parent.hash),
-        settled=request.settled,
-        origin=BranchedFrom(
-            branched_from=record.id,
-            lineage=record.lineage,
-            depth=record.depth,
-            at_unix=branch.ancestry.forked_at_unix,
-            mode=request.mode.value,
-            pause_ms=round(branch.pause_s * 1000),
-            diff_ms=written.diff_ms,
-            bytes_dirty=written.bytes_dirty,
-            bytes_written=written.bytes_written,
-            checkpoint=request.checkpoint,
-            auto=branch.auto,
-        ),
-    )
-
-
-def _write_memory(
-    memory: LiveMemory | None, parent: Snapshot | None, staging: Path, write: Callable[..., LayerStats]
-) -> tuple[int, int]:
-    """How many bytes were dirty, and how many were written."""
-    if memory is None:
-        return 0, 0
-    if parent is not None:
-        layer = write(memory, parent, staging)
-        return layer.bytes_dirty, layer.bytes_written
-    whole = write_whole(memory, staging)
-    return whole.bytes_written, whole.bytes_written
-
-
-def _is_root_of(parent: Snapshot, memory: LiveMemory) -> bool:
-    root = parent.root_memory
-    return root is not None and root.samefile(memory.file)
-
-
-def new_tag(sandbox_id: str, prefix: str = PREFIX) -> SnapshotTag:
-    return parse_tag(f"{prefix}{sandbox_id}-{int(time.time())}-{secrets.token_hex(2)}")
-
-
-def check_parent(request: BranchRequest, record: SandboxRecord) -> None:
-    if request.parent_tag is not None and request.parent_tag != record.snapshot_tag and not request.auto:
-        raise InvalidInput(
-            f"parent_tag must be what the sandbox was forked from, {record.snapshot_tag}, got {request.parent_tag}"
-        )

@@ -14,7 +14,8 @@ from forkd.errors import InvalidInput, NotFound
 from forkd.host.faults import fault_point
 from forkd.model.names import SnapshotTag, new_identity, parse_name, parse_tag
 from forkd.model.sandbox import State
-from forkd.runtime.branches import Branches, BranchRequest
+from forkd.runtime.branch_files import BranchRequest
+from forkd.runtime.branches import Branches
 from forkd.runtime.child import Child, LiveSandbox
 from forkd.runtime.fork import fork_one
 from forkd.runtime.origin import Origin

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from forkd.errors import InvalidInput
 from forkd.model.names import SnapshotTag
 from forkd.model.sandbox import SandboxSpec
-from forkd.runtime.branches import Branches, BranchRequest, Mode
+from forkd.runtime.branch_files import BranchRequest, Mode
+from forkd.runtime.branches import Branches
 from forkd.runtime.freeze import Warmup, warm_up
 from forkd.runtime.sandboxes import Sandboxes
 from forkd.runtime.snapshot_view import SnapshotView

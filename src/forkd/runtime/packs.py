@@ -23,7 +23,7 @@ from forkd.store.keys import SigningKey, TrustList
 _log = logging.getLogger(__name__)
 
 MAX_SENT = 8  # packs that are made at once
-MAX_UPLOADS = 16
+MAX_UPLOADS = 8
 MAX_UPLOADS_EACH = 4  # of one token
 IDLE_S = 1800.0  # after which an upload that nobody goes on with is given up
 MAX_PIECE_BYTES = 8 << 20

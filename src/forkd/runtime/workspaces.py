@@ -22,7 +22,8 @@ from forkd.host.faults import fault_point
 from forkd.model.machine import NO_LIMITS, Limits
 from forkd.model.names import SnapshotTag, parse_name, parse_tag
 from forkd.model.sandbox import SandboxSpec, State
-from forkd.runtime.branches import Branches, BranchRequest
+from forkd.runtime.branch_files import BranchRequest
+from forkd.runtime.branches import Branches
 from forkd.runtime.registry import Registry, SandboxRecord, WorkspaceRow
 from forkd.runtime.sandboxes import Sandboxes
 from forkd.runtime.snapshot_view import SnapshotView

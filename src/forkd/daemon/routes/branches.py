@@ -26,7 +26,7 @@ from forkd.daemon.routes.sandboxes import MAX_KEY, count_spawn, parse_fork_spec,
 from forkd.errors import InvalidInput
 from forkd.host.threads import in_thread
 from forkd.model.names import parse_tag
-from forkd.runtime.branches import BranchRequest, Mode
+from forkd.runtime.branch_files import BranchRequest, Mode
 from forkd.runtime.derive import DeriveRequest
 from forkd.runtime.freeze import Warmup
 from forkd.store.retention import Policy as RetentionPolicy
