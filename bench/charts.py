@@ -249,8 +249,7 @@ def _show_parts(section: Report) -> Panel:
         for engine in section["settings"]["engines"]
         for label, place, limit_ms in kinds
     ]
-    title = "The daemon's own part of a request, in percent of what it may cost"
-    return Panel(title, "bar: p50; line: to p99; dashed: the most it may cost", _of_limits(section, parts), limit=100)
+    return _show_limits(section, "The daemon's own part of a request, in percent of what it may cost", parts)
 
 
 def _show_calls(section: Report) -> Panel:
@@ -278,9 +277,7 @@ def show_branches(section: Report) -> Chart:
     ]
     kinds = [(label, kind, name, limit) for label, name, limit in costs for kind in KINDS]
     parts = [(f"{label}, {kind}", f"branch.{kind}.{name}", limit) for label, kind, name, limit in kinds]
-    title = (
-        f"Branches of a sandbox that has just written {settings['written_mib']} MiB, in percent of what they may cost"
-    )
+    title = f"Branches with {settings['written_mib']} MiB just written, in percent of what each may cost"
     depths = []
     for kind, colour in zip(TEMPLATES, (_BLUE, _GREY), strict=True):
         for depth in sorted({0, 1, settings["chain"]["depth"]}):
@@ -289,15 +286,13 @@ def show_branches(section: Report) -> Chart:
                 depths.append(Bar(f"depth {depth}, {kind}", [(shares[0], colour, "")], text, line_to=shares[1]))
     below = "milliseconds; bar: p50; line: to p99; live: the branch itself is the template; loaded: its files are"
     panels = {
-        "costs": Panel(
-            title, "bar: p50; line: to p99; dashed: the most it may cost", _of_limits(section, parts), limit=100
-        ),
+        "costs": _show_limits(section, title, parts),
         "depths": Panel("Spawn until its first evaluation is answered, by the depth of its snapshot", below, depths),
     }
     return Chart(6.8, [["costs"], ["depths"]], panels, _render_machine(section))
 
 
-def _of_limits(section: Report, parts: Sequence[tuple[str, str, float]]) -> list[Bar]:
+def _show_limits(section: Report, title: str, parts: Sequence[tuple[str, str, float]]) -> Panel:
     """Each with its label, its figure, and the most that its p50 may be in ms: in percent of that."""
     bars = []
     for label, place, limit_ms in parts:
@@ -305,7 +300,7 @@ def _of_limits(section: Report, parts: Sequence[tuple[str, str, float]]) -> list
             p50, p99 = (100 * value / limit_ms for value in shares)
             text = f"{render_value(shares[0])} of {limit_ms:g} ms (p99 {render_value(shares[1])})"
             bars.append(Bar(label, [(p50, _BLUE if p50 <= 100 else _ORANGE, "")], text, line_to=p99))
-    return bars
+    return Panel(title, "bar: p50; line: to p99; dashed: the most it may cost", bars, limit=100)
 
 
 def show_lab(section: Report) -> Chart:

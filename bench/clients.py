@@ -121,9 +121,8 @@ def source_of(client: Client, mib: int) -> Iterator[str]:
 def check(answer: Any, wanted: object) -> None:
     """A wrong answer is an error, not a measurement."""
     if not answer["has_value"] or answer["value"] != wanted:
-        raise ContractBroken(
-            f"The guest answered {answer['result']} instead of {wanted!r}", details=answer["traceback"]
-        )
+        told = answer["result"] or answer["error"]
+        raise ContractBroken(f"The guest answered {told} instead of {wanted!r}", details=answer["traceback"])
 
 
 @dataclass

@@ -274,7 +274,7 @@ T = TypeVar("T")
 
 
 class Stamps:
-    """A line of the file is one wait in milliseconds: for the engine (`fork`), the guest's agent (`exec`, `eval`), ..."""
+    """A line of the file is a time in milliseconds: of the engine (`fork`), the agent (`exec`, `eval`), pauses."""
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

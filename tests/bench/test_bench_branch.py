@@ -11,16 +11,15 @@ from bench.branch import (
     BUSY,
     IDLE,
     KINDS,
+    Branching,
     BranchSpec,
     BranchTimes,
-    Branching,
     begin_branches,
     branched,
     read_repeated,
     run_branches,
 )
 from bench.chain import LIVE, LOADED, REHEARSED, Chain, ChainSpec, PackSpec, count_differing, read_chain, read_pack
-from bench.charts import draw
 from bench.figures import Run, by_name
 from bench.report import render_report, render_run
 from forkd.host.marked import find_marked
@@ -92,7 +91,6 @@ def test_branches_chains_and_packs_of_real_vms_are_measured(
     section = render_run("branch", run)
     correct = [target for target in section["targets"] if target["bound"].startswith("=")]
     assert len(correct) == 4 and all(target["reached"] for target in correct)
-    draw("branch", section, tmp_path / "branch.svg")
     assert "| an idle sandbox |" in render_report({"branch": section})
 
 
