@@ -52,6 +52,8 @@ _log = logging.getLogger(__name__)
 DEFAULT_AT_ONCE = 4
 # How long a daemon that stops waits for what is being written.
 STOP_S = 30.0
+# How long the writing of a branch waits for its first child.
+FIRST_CHILD_S = 0.15
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ class Branches:
         try:
             yield Origin(record.snapshot_tag, None, template, record.made_of, ancestry, frozen.pause_s)
         finally:
-            await template.end()
+            self._sandboxes.own(template.end())  # beside us: nobody waits for it
 
     # Writing
 
@@ -241,8 +243,13 @@ class Branches:
         assert template is not None
         try:
             async with parents:
-                template.memory_bytes = await in_thread(lambda: measure(template.machine))
+                if not request.eager:
+                    # Writing takes a core, and the template for a moment: who forks it at once is quicker.
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(FIRST_CHILD_S):
+                            await branch.has_child.wait()
                 await self._write(branch, template.machine, record, request, parent)
+                template.memory_bytes = await in_thread(lambda: measure(template.machine))
         except asyncio.CancelledError:
             self._fail(branch, Conflict(f"Branch {branch.tag} was given up"))
             await template.end()
