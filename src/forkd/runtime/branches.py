@@ -41,7 +41,7 @@ from forkd.runtime.registry import SandboxRecord, SnapshotJob
 from forkd.runtime.sandboxes import Sandboxes, not_running
 from forkd.runtime.snapshot_view import FORK_PREFIX, WRITING, SnapshotView
 from forkd.runtime.snapshots import Snapshots
-from forkd.runtime.templates import Templates, measure
+from forkd.runtime.templates import Templates
 from forkd.store.apart import write_layer_apart
 from forkd.store.chain import MAX_DEPTH
 from forkd.store.layers import write_layer
@@ -249,7 +249,6 @@ class Branches:
                         async with asyncio.timeout(FIRST_CHILD_S):
                             await branch.has_child.wait()
                 await self._write(branch, template.machine, record, request, parent)
-                template.memory_bytes = await in_thread(lambda: measure(template.machine))
         except asyncio.CancelledError:
             self._fail(branch, Conflict(f"Branch {branch.tag} was given up"))
             await template.end()
