@@ -193,14 +193,14 @@ def test_without_their_common_snapshot_clocks_tell_what_was_changed_since_the_fo
 
 def test_a_merge_that_fails_half_way_says_what_is_left(daemon: Controller) -> None:
     parent, child = fork(daemon, 2)
-    run(daemon, parent, "head -c 110000000 /dev/zero > /srv/own")
-    run(daemon, child, "rm /etc/passwd; echo a > /srv/a; head -c 80000000 /dev/urandom > /srv/b; echo c > /srv/c")
-    with pytest.raises(MergeIncomplete, match="2 of 4 changes were made") as caught:
+    run(daemon, parent, "mkdir /srv/d; mount -t tmpfs -o size=64k none /srv/d")
+    script = "rm /etc/passwd; mkdir /srv/d; echo a > /srv/a; head -c 1000000 /dev/urandom > /srv/d/b; echo c > /srv/e"
+    run(daemon, child, script)
+    with pytest.raises(MergeIncomplete, match=r"/srv/d/b: No space left.*2 of 4 changes were made") as caught:
         merge(daemon, child, parent)
-    assert (caught.value.applied, caught.value.left) == (["/etc/passwd", "/srv/a"], ["/srv/b", "/srv/c"])
-    assert run(daemon, parent, "ls -A /srv") == "a\nown\n"
-    run(daemon, parent, "rm /srv/own")
-    assert [each.path for each in merge(daemon, child, parent).write] == ["/srv/b", "/srv/c"]
+    assert (caught.value.applied, caught.value.left) == (["/etc/passwd", "/srv/a"], ["/srv/d/b", "/srv/e"])
+    run(daemon, parent, "umount /srv/d")
+    assert [each.path for each in merge(daemon, child, parent).write] == ["/srv/d/b", "/srv/e"]
     assert kinds(daemon, parent, child) == {}
 
 
