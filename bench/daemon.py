@@ -30,7 +30,7 @@ from forkd.runtime import demo
 from forkd.runtime.doctor import open_engine
 from forkd.runtime.fork import fork_children, kill_all, new_identities
 from forkd.runtime.freeze import frozen_of
-from forkd.runtime.templates import Template
+from forkd.runtime.origin import Template
 from forkd.store.snapshots import SnapshotStore
 
 PARTS = ("daemon", "load", "cycles", "siege")

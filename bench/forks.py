@@ -23,7 +23,7 @@ from forkd.model.machine import NO_LIMITS, Limits
 from forkd.runtime import demo
 from forkd.runtime.child import Child
 from forkd.runtime.fork import fork_children, kill_all, new_identities
-from forkd.runtime.templates import Template
+from forkd.runtime.origin import Template
 
 # How children come to be, where that is measured in more than one way. The others are started, as in the lab.
 START, FORK = Way.START.value, Way.FORK.value
@@ -36,8 +36,8 @@ TARGET_N = 100
 # Where each step of a fork or a cold boot is over; the steps are the engine's and the runtime's own marks.
 STEP_ENDS = {
     "process start": "the VMM has answered on its monitor",
+    "confine": "the VMM has mapped its memory privately, and has the filter under which it starts no process",
     "state load": "the VMM has loaded the device state",
-    "confine": "the VMM has the filter under which it starts no process",
     "quiescence": "every thread of the template rests where it can be forked, the forks before this one being done",
     "clone": "the template's process has been duplicated",
     "descriptors": "the child has sockets, logs and files of its own",

@@ -20,7 +20,8 @@ from forkd.image import Progress
 from forkd.runtime import demo
 from forkd.runtime.child import Child
 from forkd.runtime.fork import fork_one, new_identities
-from forkd.runtime.templates import Template, Templates
+from forkd.runtime.origin import Template
+from forkd.runtime.templates import Templates
 
 _TAG = "bench"
 

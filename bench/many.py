@@ -23,7 +23,7 @@ from forkd.model.machine import MAX_CHILDREN
 from forkd.runtime import demo
 from forkd.runtime.child import Child
 from forkd.runtime.fork import fork_children, kill_all, new_identities
-from forkd.runtime.templates import Template
+from forkd.runtime.origin import Template
 
 # How many VMs the targets of a crowd speak of.
 CROWD_N = 1000

@@ -27,6 +27,10 @@ SANDBOX = {
     "metadata": dict,
     "workspace": (str, NOTHING),
     "way": (str, NOTHING),
+    "parent_id": (str, NOTHING),
+    "lineage": str,
+    "depth": int,
+    "forked_at_unix": (int, float, NOTHING),
 }
 _SNAPSHOT = {"tag": str, "dir": str, "created_at_unix": int}
 SNAPSHOT = {
@@ -34,6 +38,7 @@ SNAPSHOT = {
     "status": str,
     "bootable": bool,
     # Ours.
+    "usable": bool,
     "image_id": str,
     "engine": str,
     "memory_mib": int,
@@ -48,6 +53,8 @@ SNAPSHOT_DETAIL = {
     "chain_depth": int,
     "dependents": list,
     "ancestors": list,
+    # Ours.
+    "unique_bytes": int,
 }
 WORKSPACE = {
     "id": str,

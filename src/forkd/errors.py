@@ -1,8 +1,8 @@
 """Every error forkd raises on purpose. A class exists where a caller would act differently.
 
 ForkdError
-├── InvalidInput, NotFound, Unauthorized, Unsupported, Unreachable
-├── Conflict ── NotRunning
+├── InvalidInput, NotFound, Unauthorized, Untrusted, Unsupported, Unreachable
+├── Conflict ── NotRunning, LimitReached
 ├── HostLacks, NoCapacity, BuildFailed, SnapshotDamaged, SnapshotIncompatible
 ├── EngineFailed ── NotForkable
 ├── GuestDied, GuestTimeout, WarmupFailed, ContractBroken
@@ -69,8 +69,16 @@ class NotRunning(Conflict, code="not_running"):
     """The sandbox is starting, paused or being removed."""
 
 
+class LimitReached(Conflict, code="limit_reached"):
+    """A lineage or a token has as many forks, or as much memory, as the settings allow."""
+
+
 class Unauthorized(ForkdError, code="unauthorized", exit_code=16):
     """No token, or one the daemon does not know."""
+
+
+class Untrusted(ForkdError, code="untrusted", exit_code=19):
+    """A pack that nobody signed, or somebody who is not trusted here."""
 
 
 class Unsupported(ForkdError, code="unsupported", exit_code=17):

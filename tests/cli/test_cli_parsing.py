@@ -20,7 +20,6 @@ from forkd.cli.output import measure, render_age, render_plain, render_table
 from forkd.cli.parser import build_parser
 from forkd.cli.report import translate, translate_hint
 from forkd.cli.sandboxes import match_id, render_deadline
-from forkd.cli.tree import build_trees
 from forkd.errors import GuestTimeout, InvalidInput, NotFound, ProtocolError
 from forkd.host.paths import Home
 from forkd.wire.api import Event, SandboxInfo
@@ -327,25 +326,6 @@ def test_a_deadline_is_shown_while_there_is_one() -> None:
     assert render_deadline({**INFO, "deadline_unix": 90.0, "on_timeout": "pause"}, 91.0) == "pause now"
     assert render_deadline({**INFO, "deadline_unix": 90.0, "state": "dead"}, 0.0) == ""
     assert [render_age(age) for age in (-1, 59, 60, 7200, 200000)] == ["0s", "59s", "1m", "2h", "2d"]
-
-
-def test_a_tree_has_every_snapshot_once_whatever_their_parents_are() -> None:
-    def snapshot(tag: str, parent: str | None) -> Any:
-        return {"tag": tag, "parent_tag": parent, "status": "ready", "sandboxes": [{**INFO, "snapshot_tag": tag}]}
-
-    snapshots = [snapshot("a", None), snapshot("b", "a"), snapshot("c", "b"), snapshot("d", "gone"), snapshot("e", "e")]
-    trees = build_trees({"snapshots": snapshots, "orphans": [{**INFO, "snapshot_tag": "lost"}]}, 0.0)
-
-    def render(tree: Any) -> Any:
-        return [str(tree.label), *map(render, tree.children)]
-
-    sandbox = ["sb-0123456789  running  0s"]
-    assert [render(tree) for tree in trees] == [
-        ["a", sandbox, ["b", sandbox, ["c", sandbox]]],
-        ["d", sandbox],
-        ["e", sandbox],
-        ["snapshot gone", ["sb-0123456789  running  0s  of lost"]],
-    ]
 
 
 def test_an_event_is_one_line_whatever_is_in_it() -> None:

@@ -65,7 +65,9 @@ def test_the_grammar_has_every_command_with_what_it_takes(grammar: list[Syntax])
     assert by_path["images"].options == by_path["image ls"].options
     assert by_path["kill"].takes == by_path["inspect"].takes == by_path["timeout"].takes == "sandboxes"
     assert by_path["run"].takes == "snapshots"
-    assert [name for name, _ in by_path["snapshot"].below] == ["create", "ls", "inspect", "warm", "rm"]
+    assert [name for name, _ in by_path["snapshot"].below] == [
+        *("create", "ls", "inspect", "warm", "derive", "compact", "verify", "prune", "rm")
+    ]
     assert by_path["exec"].takes == "sandboxes"
     assert by_path["fork"].takes == by_path["snapshot rm"].takes == by_path["snapshot warm"].takes == "snapshots"
     assert by_path["image rm"].takes == "images"
@@ -79,7 +81,9 @@ def test_bash_completes_commands_and_options(cli: Cli, complete: Complete) -> No
     assert complete(cli, "") == sorted([*COMMANDS, *ALIASES])
     assert complete(cli, "e") == ["eval", "events", "exec", "extend"]
     assert complete(cli, "ps", "--st") == ["--state"]
-    assert complete(cli, "snapshot", "") == ["create", "inspect", "ls", "rm", "warm"]
+    assert complete(cli, "snapshot", "") == [
+        *("compact", "create", "derive", "inspect", "ls", "prune", "rm", "verify", "warm")
+    ]
     options = ["--warm", "--warm-command", "--warm-script", "--warm-timeout"]
     assert complete(cli, "snapshot", "create", "--warm") == options
     assert complete(cli, "ls", "--state", "p") == ["paused"]

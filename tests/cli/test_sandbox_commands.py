@@ -218,7 +218,7 @@ def test_a_name_can_be_typed_in_place_of_an_id(warm: Cli, sandbox: str) -> None:
     assert warm.json("rename", sandbox, "web")["name"] == "web"
     heading, row = warm.ask("ls").stdout.splitlines()
     assert heading.split()[:2] == ["ID", "NAME"] and row.split()[:2] == [sandbox, "web"]
-    assert f"{sandbox}  web  running" in warm.ask("tree").stdout
+    assert f"{sandbox} web  running" in warm.ask("tree").stdout
     assert warm.ask("eval", "web", "x").stdout == "41\n"
     assert warm.json("pause", "web", sandbox)[0]["id"] == sandbox
     assert warm.ask("resume", "web").returncode == 0
@@ -274,9 +274,12 @@ def test_the_console_is_shown_also_of_a_dead_sandbox(warm: Cli) -> None:
 
 def test_the_tree_has_snapshots_and_their_sandboxes(warm: Cli) -> None:
     one, two = warm.fork(), warm.fork()
-    lines = warm.ask("tree").stdout.splitlines()
-    assert lines[0].strip() == "warm"
-    assert lines[1].startswith(f"├── {one}  running") and lines[2].startswith(f"└── {two}  running")
+    done = warm.ask("tree")
+    heading, *lines = done.stdout.splitlines()
+    assert heading.split()[:3] == ["LINEAGE", "STATE", "AGE"]
+    assert lines[0].split()[:2] == ["warm", "ready"]
+    assert lines[1].startswith(f"├─ {one}  running") and lines[2].startswith(f"└─ {two}  running")
+    assert "1 snapshot; 2 sandboxes, 2 running" in done.stderr
     lineage = warm.json("tree")
     assert [info["id"] for info in lineage["snapshots"][0]["sandboxes"]] == [one, two]
     assert lineage["orphans"] == []
@@ -322,13 +325,14 @@ def test_a_command_that_asks_the_daemon_imports_nothing_of_the_servers_side(
     assert imported & (server | ours) == set()
 
 
-def test_without_the_servers_packages_all_but_trees_work(warm: Cli, tmp_path: Path) -> None:
+def test_without_the_servers_packages_sandboxes_and_trees_work(warm: Cli, tmp_path: Path) -> None:
     base = without(tmp_path, "rich")
     sandbox = warm("fork", "warm", "-q", **base).stdout.strip()
     assert json.loads(warm("ls", "--json", **base).stdout)[0]["id"] == sandbox
     assert warm("exec", sandbox, "--", "echo", "hi", **base).stdout == "hi\n"
     assert sandbox in warm("ls", **base).stdout
-    check(warm("tree", **base), 5, "needs the Python package rich", "pip install '.[server]'")
+    assert sandbox in warm("tree", **base).stdout
+    check(warm("snapshot", "create", "--image", "a", "--tag", "b", **base), 5, "rich", "pip install '.[server]'")
     assert warm("rm", sandbox, **base).returncode == 0
 
 

@@ -14,10 +14,10 @@ from forkd import BranchMode, Controller, Sandbox
 from forkd.client.arguments import background_limit, check_lifetime, choose_tag, foreground_limit, guest_path
 from forkd.client.call import SLACK_S, Again, Call, choose_stream_timeout, choose_timeout, render_body, render_target
 from forkd.client.endpoint import Endpoint
+from forkd.client.files import Files
 from forkd.client.processes import MAX_STDIN_BYTES, Commands
 from forkd.client.renewal import Renewal
-from forkd.client.sandbox import Files
-from forkd.errors import ForkdError, InvalidInput, NotFound, NotRunning, Unsupported
+from forkd.errors import ForkdError, InvalidInput, NotFound, NotRunning
 
 INFO = {"id": "s", "snapshot_tag": "t", "state": "running", "deadline_unix": None}
 
@@ -170,6 +170,11 @@ def test_a_command_is_args_or_shell() -> None:
         ("rename_file", ("/a", "/b")),
         ("make_dir", ("/a", False)),
         ("branch_sandbox", ()),
+        ("create_checkpoint", ()),
+        ("rewind_sandbox", ()),
+        ("promote_sandbox", ("child",)),
+        ("derive_snapshot", ("new",)),
+        ("compact_snapshot", ("new",)),
         ("create_workspace", ("t",)),
         ("resume_workspace", ()),
     ],
@@ -229,20 +234,6 @@ def test_killing_what_is_gone_is_false_and_what_is_paused_an_error() -> None:
     assert commands.kill(1) is False
     with pytest.raises(NotRunning):
         commands.kill(1)
-
-
-def test_a_fork_is_a_branch_and_a_spawn_and_leaves_no_branch_without_children() -> None:
-    controller, calls = controlled(INFO, {"tag": "b"}, [INFO | {"id": "1"}], Unsupported("no"), {"tag": "c"})
-    sandbox = Sandbox.connect("s", controller=controller)
-    assert [child.id for child in sandbox.fork(3)] == ["1"]
-    assert [call.method for call in calls[1:]] == ["POST", "POST"]
-    assert calls[2].body == {"snapshot_tag": "b", "n": 3, "per_child_netns": False}
-    with pytest.raises(Unsupported):
-        sandbox.fork(3)
-    controller, calls = controlled(INFO, {"tag": "b"}, NotFound("full"))
-    with pytest.raises(NotFound, match="full"):
-        Sandbox.connect("s", controller=controller).fork(3)
-    assert (calls[-1].method, render_target(calls[-1])) == ("DELETE", "/v1/snapshots/b")
 
 
 def test_connecting_to_a_paused_one_resumes_it() -> None:

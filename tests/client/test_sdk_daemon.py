@@ -28,7 +28,6 @@ from forkd import (
     Sandbox,
     Unauthorized,
     Unreachable,
-    Unsupported,
 )
 from forkd.client.shared import shared_controller
 
@@ -291,11 +290,6 @@ def test_the_constructor_forks_as_the_forkd_sdk_does(monkeypatch: pytest.MonkeyP
         Sandbox(spawn=False)
 
 
-def test_forking_a_running_one_is_not_there_yet(sandbox: Sandbox) -> None:
-    with pytest.raises(Unsupported):
-        sandbox.fork(2)
-
-
 def test_sandboxes_share_one_pool_and_threads_may_too(sandbox: Sandbox) -> None:
     assert shared_controller() is shared_controller()
     with ThreadPoolExecutor(16) as threads:
@@ -320,8 +314,6 @@ def test_snapshots_are_made_looked_at_and_removed(daemon: Controller) -> None:
     assert {snapshot["tag"] for snapshot in daemon.lineage()["snapshots"]} == {TAG, "second"}
     with pytest.raises(Conflict):
         daemon.create_snapshot("second", "small")
-    with pytest.raises(Unsupported):
-        daemon.compact_snapshot("second", "third")
     daemon.delete_snapshot("second")
     with pytest.raises(NotFound):
         daemon.delete_snapshot("second")
@@ -384,8 +376,6 @@ async def test_many_at_once_from_an_event_loop(tmp_path: Path) -> None:
             assert await terminal.wait() == 0
         assert (await other.run_code("print(1)\n2", on_stdout=listen)).text == "2" and heard[-1] == "1\n"
         assert {info["id"] for info in await AsyncSandbox.list()} == {sandbox.id, other.id}
-        with pytest.raises(Unsupported):
-            await sandbox.fork()
     assert await sandbox.is_running() is False and await sandbox.kill() is False
 
 

@@ -1,4 +1,4 @@
-"""Every example of docs/reference/sdk.md runs, against a real daemon with the fake engine."""
+"""Every example of the SDK's documents runs, against a real daemon with the fake engine."""
 
 import re
 from pathlib import Path
@@ -7,8 +7,13 @@ import pytest
 
 from forkd.client import Controller
 
-DOCUMENT = Path(__file__).parents[2] / "docs/reference/sdk.md"
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.MULTILINE | re.DOTALL)
+DOCUMENTS = Path(__file__).parents[2] / "docs"
+DOCUMENT = DOCUMENTS / "reference/sdk.md"
+EXAMPLES = [
+    code
+    for path in (DOCUMENT, DOCUMENTS / "how-to/branch.md")
+    for code in re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+]
 
 
 @pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))

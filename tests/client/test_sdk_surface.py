@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 
 import forkd
-from forkd.client import async_processes, async_sandbox, async_spawn, processes, sandbox, spawn
+from forkd.client import async_branching, async_files, async_processes, async_spawn, branching, files, processes, spawn
 from forkd.errors import ForkdError
 
 PAIRS = [
     (forkd.Controller, forkd.AsyncController),
     (forkd.Sandbox, forkd.AsyncSandbox),
-    (sandbox.Files, async_sandbox.AsyncFiles),
+    (files.Files, async_files.AsyncFiles),
     (processes.Commands, async_processes.AsyncCommands),
     (processes.Pty, async_processes.AsyncPty),
     (processes.CommandHandle, async_processes.AsyncCommandHandle),
     (processes.PtyHandle, async_processes.AsyncPtyHandle),
     (spawn.Sandboxes, async_spawn.AsyncSandboxes),
+    (branching.Trial, async_branching.AsyncTrial),
 ]
 
 

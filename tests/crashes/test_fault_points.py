@@ -21,7 +21,9 @@ from forkd.host.paths import Home
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 OF_VMS = [point for point in POINTS if point.startswith(("template.", "fork."))]
-OF_ALL = [point for point in POINTS if point not in OF_VMS]
+# Of layers and chains: tests/store/test_chains.py.
+OF_STORE = ["layer.pages", "layer.sealed", "compact.written", "delete.renamed"]
+OF_ALL = [point for point in POINTS if point not in (*OF_VMS, *OF_STORE)]
 # Where children exist already: forks of a template end, or go on, as those that were started do.
 OF_BOTH = ["spawn.started", "spawn.forked", "spawn.committed"]
 # How many of the two sandboxes before, and the three under way, there are afterwards.

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 INDEX = ROOT / "docs/README.md"
 
-_PATH = re.compile(r"(?<![\w/$.-])(?:src|bench|tools|lab|tests|packaging|docs)/[\w./-]*\w")
+_PATH = re.compile(r"(?<![\w/$.-])(?:src|bench|tools|lab|tests|packaging|docs|examples)/[\w./-]*\w")
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,5 +1,6 @@
 """What a contract test is given: an engine with a frozen parent, and ways to fork, greet, leave and end its VMs."""
 
+import asyncio
 import pickle
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from forkd.engines.base import Engine, Frozen, Machine
+from forkd.errors import ChannelClosed
 from forkd.guest.agent import Agent
 from forkd.guest.identity import become
 from forkd.host.cgroup import remove_groups
@@ -164,23 +166,44 @@ async def adopted(engine: Engine, directory: Path, known: Marked | None = None) 
 
 
 async def greet(machine: Machine, identity: Identity, *, settled: bool = False) -> Child:
-    """A fork that was told who it is, or is gone.
-
-    One that is not `settled` goes on in the stream of its source, perhaps in the middle of a frame, of which the rest
-    will never come: then zeros complete it.
-    """
-    agent: Agent | None = None
+    """A fork that was told who it is, or is gone."""
     try:
-        agent = Agent.attach(await machine.connect())
+        return await _greet(machine, identity, settled=settled)
+    except BaseException:
+        await machine.kill()
+        raise
+
+
+async def greet_again(machine: Machine, identity: Identity, *, settled: bool = False) -> Child:
+    """The same of one that was started, and may lose its first stream: see `forkd.runtime.fork`."""
+    try:
+        for _ in range(4):
+            try:
+                return await _greet(machine, identity, settled=settled)
+            except ChannelClosed:
+                await asyncio.wait([machine.death], timeout=0.5)
+                if machine.death.done():
+                    raise
+        return await _greet(machine, identity, settled=settled)
+    except BaseException:
+        await machine.kill()
+        raise
+
+
+async def _greet(machine: Machine, identity: Identity, *, settled: bool) -> Child:
+    """One that is not `settled` goes on in the stream of its source, perhaps in the middle of a frame.
+
+    The rest of that will never come: zeros complete it.
+    """
+    agent = Agent.attach(await machine.connect())
+    try:
         if not settled:
             agent.channel.send(padding())
         proof = await become(agent, identity)
         await machine.running()
         return Child(identity, machine, agent, proof)
     except BaseException:
-        if agent is not None:
-            agent.close()
-        await machine.kill()
+        agent.close()
         raise
 
 

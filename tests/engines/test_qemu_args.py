@@ -115,6 +115,7 @@ def test_why_qemu_ended(status: ExitStatus, console: str, reason: ExitReason) ->
 def test_only_a_vm_that_runs_or_was_paused_can_be_taken_over() -> None:
     assert parse_paused({"status": "running", "running": True}) is False
     assert parse_paused({"status": "paused", "running": False}) is True
+    assert parse_paused({"status": "postmigrate", "running": False}) is True
     for other in ({"status": "inmigrate"}, {"status": "internal-error"}, {}, "what", None):
         with pytest.raises(EngineFailed, match="says that the VM is"):
             parse_paused(other)

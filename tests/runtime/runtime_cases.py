@@ -14,9 +14,10 @@ from forkd.host.paths import Home
 from forkd.model.machine import NO_LIMITS, Limits, MachineSpec
 from forkd.model.names import parse_tag
 from forkd.runtime.freeze import Warmup
+from forkd.runtime.origin import TemplateView
 from forkd.runtime.runtime import Runtime, RuntimeOptions
 from forkd.runtime.snapshots import SnapshotRequest
-from forkd.runtime.templates import PREFIX, TemplateView
+from forkd.runtime.templates import PREFIX
 
 # Others use the machine too; what hangs is found all the same.
 DEADLINE_S = 280.0
@@ -43,7 +44,7 @@ class LiveFakeEngine(FakeEngine):
     def why_no_live_forks(self) -> str | None:
         return None
 
-    async def template(self, frozen: Frozen, directory: Path) -> Machine:
+    async def template(self, frozen: Frozen, directory: Path, *, run: bool = True) -> Machine:
         self.making += 1
         self.most_at_once = max(self.most_at_once, self.making)
         try:

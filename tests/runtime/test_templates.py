@@ -31,8 +31,7 @@ from forkd.model.names import parse_tag
 from forkd.model.sandbox import SandboxSpec
 from forkd.runtime import freeze as rehearsal
 from forkd.runtime import templates as module
-from forkd.runtime.runtime import Runtime
-from forkd.runtime.templates import (
+from forkd.runtime.origin import (
     EXPECTED_MIB,
     MAX_FAILURES,
     Key,
@@ -42,6 +41,7 @@ from forkd.runtime.templates import (
     find_key,
     fits,
 )
+from forkd.runtime.runtime import Runtime
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 

@@ -19,8 +19,8 @@ from forkd.image import Image
 from forkd.model.names import parse_tag
 from forkd.model.sandbox import SandboxSpec, State
 from forkd.runtime.doctor import open_engine
+from forkd.runtime.origin import TemplatePolicy
 from forkd.runtime.runtime import Runtime
-from forkd.runtime.templates import TemplatePolicy
 
 pytestmark = [pytest.mark.vm, pytest.mark.usefixtures("nothing_left")]
 

@@ -10,7 +10,16 @@ from forkd.errors import SnapshotDamaged, SnapshotIncompatible
 from forkd.host.files import FileSum
 from forkd.model.machine import MachineSpec
 from forkd.model.names import parse_tag
-from forkd.store.manifest import FORMAT, Manifest, find_image_id, parse_manifest, render_manifest
+from forkd.store.manifest import (
+    FORMAT,
+    Manifest,
+    Origin,
+    Parent,
+    find_image_id,
+    find_parent,
+    parse_manifest,
+    render_manifest,
+)
 
 MANIFEST = Manifest(
     tag=parse_tag("warm"),
@@ -101,6 +110,69 @@ def test_a_cpu_template_is_kept_and_manifests_from_before_there_were_any_are_rea
             parse_manifest(changed(machine={"memory_mib": 256, "vcpus": 2, "cpu_template": wrong}), "warm")
 
 
+LAYER = dataclasses.replace(
+    MANIFEST,
+    parent=Parent(parse_tag("below"), "ab" * 32),
+    settled=False,
+    origin=Origin("sb-1", "sb-0", 3, "diff", 1.5, 20, 1 << 26, 1 << 25, "before", True),
+)
+
+
+def test_a_layer_survives_its_way_to_disk_and_back() -> None:
+    assert parse_manifest(render_manifest(LAYER), "warm") == LAYER
+    bare = dataclasses.replace(LAYER, origin=Origin())
+    assert parse_manifest(render_manifest(bare), "warm") == bare
+    assert find_parent(render_manifest(LAYER)) == LAYER.parent
+    assert find_parent(changed(format=99, parent={"tag": "x", "hash": "0" * 64})) == Parent(parse_tag("x"), "0" * 64)
+    for none in (b"", b"[]", b"null", render_manifest(MANIFEST), changed(parent={"tag": "../x", "hash": "0" * 64})):
+        assert find_parent(none) is None
+
+
+def test_manifests_from_before_there_were_layers_are_read() -> None:
+    raw = json.loads(render_manifest(MANIFEST))
+    del raw["settled"]
+    assert parse_manifest(json.dumps({**raw, "format": 1}).encode(), "warm") == MANIFEST
+    with pytest.raises(SnapshotDamaged):
+        parse_manifest(json.dumps(raw).encode(), "warm")
+
+
+@pytest.mark.parametrize(
+    "parent",
+    [None, "below", [], {}, {"tag": "below"}, {"hash": "ab" * 32}, {"tag": "../x", "hash": "ab" * 32}]
+    + [{"tag": "below", "hash": wrong} for wrong in ("", "ab", "AB" * 32, "x" * 64, 5, None)],
+)
+def test_a_parent_that_cannot_be_is_damage(parent: object) -> None:
+    with pytest.raises(SnapshotDamaged):
+        parse_manifest(changed(parent=parent), "warm")
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"auto": 1},
+        {"auto": None},
+        {"depth": -1},
+        {"depth": 1.5},
+        {"depth": True},
+        {"bytes_dirty": 10**30},
+        {"pause_ms": "1"},
+        {"pause_ms": float("nan")},
+        {"pause_ms": float("inf")},
+        {"mode": 3},
+        {"branched_from": "x" * 300},
+        {"checkpoint": None},
+    ],
+)
+def test_an_origin_that_cannot_be_is_damage(field: dict[str, object]) -> None:
+    origin = json.loads(render_manifest(LAYER))["origin"]
+    assert parse_manifest(changed(origin={**origin, "of a newer one": 1}), "warm").origin == LAYER.origin
+    with pytest.raises(SnapshotDamaged):
+        parse_manifest(changed(origin={**origin, **field}), "warm")
+    for wrong in (None, [], {}, 5):
+        with pytest.raises(SnapshotDamaged):
+            parse_manifest(changed(origin=wrong), "warm")
+
+
 @pytest.mark.parametrize("name", ["../x", "..", ".", "", "/etc/shadow", "a/b", "a\0b"])
 def test_a_file_name_that_leads_elsewhere_is_refused(name: str) -> None:
     with pytest.raises(SnapshotDamaged):
@@ -109,7 +181,9 @@ def test_a_file_name_that_leads_elsewhere_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("number", [0, FORMAT + 1, -1])
 def test_another_format_is_incompatible_not_damaged(number: int) -> None:
-    with pytest.raises(SnapshotIncompatible, match=f"format {number}, this forkd reads format {FORMAT}") as caught:
+    with pytest.raises(
+        SnapshotIncompatible, match=f"format {number}, this forkd reads formats 1 to {FORMAT}"
+    ) as caught:
         parse_manifest(changed(format=number), "warm")
     assert caught.value.hint is not None and "again" in caught.value.hint
 

@@ -1,4 +1,4 @@
-"""Arguments that several commands take: the daemon's address, KEY=VALUE pairs, times, limits."""
+"""Arguments that several commands take: the daemon's address, KEY=VALUE pairs, times, sizes, limits."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _LIMITS = ("memory_limit_mib", "cpu_limit", "pids_limit", "io_limit_mib_s")
 _UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER = r"\d+(?:\.\d+)?"
 _DURATION = re.compile(rf"{_NUMBER}|(?:{_NUMBER}[smhd])+", re.ASCII)
+_SIZE = re.compile(rf"({_NUMBER})([KMGT])?I?B?", re.ASCII)
 _PART = re.compile(rf"({_NUMBER})([smhd]?)", re.ASCII)
 
 
@@ -27,6 +28,14 @@ def parse_duration(text: str) -> float:
 
 def add_duration(parser: argparse.ArgumentParser, flag: str, about: str, default: float | None = None) -> None:
     parser.add_argument(flag, type=parse_duration, default=default, metavar="TIME", help=about)
+
+
+def parse_size(text: str) -> int:
+    """Bytes: `1048576`, `512M`, `1.5G`; a unit is 1024 of the one before."""
+    found = _SIZE.fullmatch(text.upper())
+    if not found:
+        raise argparse.ArgumentTypeError(f"takes bytes, or a size such as 512M, 10G or 1T, got {text!a}")
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
 
 
 def add_json(parser: argparse.ArgumentParser, about: str = "print JSON") -> None:

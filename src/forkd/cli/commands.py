@@ -1,8 +1,8 @@
 """The commands of `forkd`, each declared once.
 
 To add one: a line in COMMANDS, its name in GROUPS, and in the module it names `add_NAME(parser)` for the arguments and
-`run_NAME(args)`, which returns the exit code. A module is imported when its command is used: listing sandboxes needs
-no image builder, and `forkd --help` not even argparse.
+`run_NAME(args)`, which returns the exit code; a dash of the name is an underscore there. A module is imported when its
+command is used: listing sandboxes needs no image builder, and `forkd --help` not even argparse.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 # Packages of the server extra. Any other missing package is a bug of ours.
 _SERVER_PACKAGES = frozenset(
-    {"httptools", "lz4", "prometheus_client", "pydantic", "qemu", "rich", "starlette", "uvicorn"}
+    {
+        *("cryptography", "httptools", "lz4", "prometheus_client", "pydantic"),
+        *("qemu", "rich", "starlette", "uvicorn", "zstandard"),
+    }
 )
 
 
@@ -30,7 +33,7 @@ class Subcommand(NamedTuple):
 
 COMMANDS = {
     "run": Subcommand("run", "fork a snapshot, run a command in it, remove it", True),
-    "fork": Subcommand("fork", "fork a snapshot into sandboxes"),
+    "fork": Subcommand("fork", "fork a snapshot, or a running sandbox, into sandboxes"),
     "ls": Subcommand("sandboxes", "list the sandboxes"),
     "inspect": Subcommand("inspect", "show everything about sandboxes"),
     "exec": Subcommand("exec", "run a command in a sandbox", True),
@@ -45,10 +48,20 @@ COMMANDS = {
     "pause": Subcommand("sandboxes", "pause sandboxes"),
     "resume": Subcommand("sandboxes", "resume paused sandboxes"),
     "rm": Subcommand("sandboxes", "end and remove sandboxes"),
+    "branch": Subcommand("branch", "freeze a running sandbox as a new snapshot"),
+    "checkpoint": Subcommand("branch", "remember where a sandbox is; list and delete its checkpoints"),
+    "rewind": Subcommand("branch", "move a sandbox back to a checkpoint"),
+    "promote": Subcommand("branch", "put a fork of a sandbox in that sandbox's place"),
+    "tree": Subcommand("tree", "show who came from whom, what each holds, what is alive"),
     "image": Subcommand("image", "build, list, inspect and remove images"),
-    "snapshot": Subcommand("snapshot", "create, list, inspect, warm and remove snapshots"),
-    "tree": Subcommand("tree", "show which sandbox came from which snapshot"),
+    "snapshot": Subcommand("snapshot", "create, derive, list, inspect, verify and remove snapshots"),
+    "snapshot-diff": Subcommand("chains", "forkd's word for: forkd snapshot derive"),
     "workspace": Subcommand("workspace", "create, list, suspend, resume and remove workspaces"),
+    "pack": Subcommand("pack", "write a snapshot, its chain and its image into one signed file"),
+    "unpack": Subcommand("pack", "take in a pack"),
+    "push": Subcommand("pack", "send a snapshot to another daemon or a web server"),
+    "pull": Subcommand("pack", "take in a snapshot from a web server or another daemon"),
+    "trust": Subcommand("trust", "list, add and remove the keys whose packs are taken in"),
     "up": Subcommand("daemon", "start a daemon that keeps running"),
     "down": Subcommand("daemon", "end all sandboxes and stop the daemon"),
     "status": Subcommand("daemon", "show the daemon and what it runs"),
@@ -66,13 +79,16 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "kill": ("rm",),
     "extend": ("timeout",),
     "images": ("image", "ls"),
+    "rmi": ("snapshot", "rm"),
 }
 GROUPS: dict[str, tuple[str, ...]] = {
     "Sandboxes": (
         *("run", "fork", "ls", "inspect", "exec", "shell", "eval", "cp", "diff", "merge", "logs"),
         *("timeout", "rename", "pause", "resume", "rm"),
     ),
-    "Images, snapshots, workspaces": ("image", "snapshot", "tree", "workspace"),
+    "Branches": ("branch", "checkpoint", "rewind", "promote", "tree"),
+    "Images, snapshots, workspaces": ("image", "snapshot", "snapshot-diff", "workspace"),
+    "Packs": ("pack", "unpack", "push", "pull", "trust"),
     "The daemon": ("up", "down", "status", "serve", "events", "token"),
     "This machine": ("doctor", "demo", "bench", "completion"),
 }
@@ -82,6 +98,7 @@ _EXAMPLES = (
     "forkd run warm -- python3 -c 'print(6 * 7)'",
     "forkd fork warm -n 3 --timeout 10m",
     "forkd exec SANDBOX -- uname -a",
+    "forkd fork --from SANDBOX -n 5",
 )
 
 
@@ -91,8 +108,8 @@ def render_help() -> str:
     lines = ["usage: forkd COMMAND [OPTION ...]", "", "Fork warmed virtual machines, copy-on-write."]
     for heading, names in GROUPS.items():
         lines += ["", f"{heading}:", *(f"  {name:{width}}{COMMANDS[name].about}" for name in names)]
-    aliases = ", ".join(f"{alias} for {' '.join(words)}" for alias, words in ALIASES.items())
-    lines += ["", f"Other words: {aliases}."]
+    width = max(map(len, ALIASES)) + 2
+    lines += ["", "Other words:", *(f"  {alias:{width}}{' '.join(words)}" for alias, words in ALIASES.items())]
     lines += ["", "Examples:", *(f"  {example}" for example in _EXAMPLES)]
     lines += ["", "The options of a command: forkd COMMAND --help. The version: forkd --version."]
     return "\n".join(lines)
@@ -116,8 +133,9 @@ def add_commands(parser: argparse.ArgumentParser, only: str | None) -> None:
         made = below.add_parser(name, help=each.about, description=_render_description(each.about))
         if only in (None, name):
             module = importlib.import_module(f"forkd.cli.{each.module}")
-            getattr(module, f"add_{name}")(made)
-            if run := getattr(module, f"run_{name}", None):  # none for a noun with actions
+            word = name.replace("-", "_")
+            getattr(module, f"add_{word}")(made)
+            if run := getattr(module, f"run_{word}", None):  # none for a noun with actions
                 made.set_defaults(func=run)
 
 

@@ -1,4 +1,7 @@
-"""`forkd fork`: sandboxes from a snapshot. They stay, or with `--settle-secs` live as long as this command."""
+"""`forkd fork`: sandboxes from a snapshot, or from where a sandbox is.
+
+They stay, or with `--settle-secs` live as long as this command.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from forkd.cli.arguments import (
 from forkd.cli.connect import connect
 from forkd.cli.interrupts import Interrupts
 from forkd.cli.output import note, print_json
-from forkd.cli.sandboxes import kill_all, show_sandboxes
+from forkd.cli.sandboxes import kill_all, resolve, show_sandboxes
 from forkd.cli.suggestions import suggesting_snapshot
 from forkd.errors import ForkdError, InvalidInput, NotFound, Unreachable
 from forkd.model.machine import parse_count
@@ -36,12 +39,14 @@ if TYPE_CHECKING:
 
 # When a command with `--settle-secs` is killed outright, the daemon ends its children this much later.
 _SETTLE_SLACK_S = 60.0
+_FORKDS = ("per_child_netns", "prewarm", "live_fork", "hugepages")  # options of forkd's
 
 
 def add_fork(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Fork a snapshot into sandboxes: all of them, or none."
+    parser.description = "Fork a snapshot, or a running sandbox where it is, into sandboxes: all of them, or none."
     parser.add_argument("snapshot", nargs="?", metavar="TAG", help="the snapshot")
-    parser.add_argument("--tag", metavar="TAG", help="the same, as an option")
+    parser.add_argument("--tag", metavar="TAG", help="the same, as an option; with --from: keep its branch as this")
+    parser.add_argument("--from", dest="source", metavar="SANDBOX", help="fork this running sandbox instead")
     parser.add_argument("-n", type=int, default=1, metavar="N", help="how many (default 1)")
     add_duration(parser, "--timeout", "how long they may live, such as 90, 5m or 2h (default: no limit)")
     parser.add_argument("--on-timeout", choices=("kill", "pause"), help="what happens then (default kill)")
@@ -51,8 +56,10 @@ def add_fork(parser: argparse.ArgumentParser) -> None:
     add_limit_options(parser)
     parser.add_argument("--allow-partial", action="store_true", help="keep those that come up when others do not")
     add_duration(parser, "--settle-secs", "end them after this time, or when this command ends; it waits until then")
-    for name in ("per-child-netns", "prewarm", "live-fork", "hugepages"):
-        parser.add_argument(f"--{name}", action="store_true", help="for compatibility; see docs/reference/rest.md")
+    for name in _FORKDS:
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", action="store_true", help="for compatibility; see docs/reference/rest.md"
+        )
     parser.add_argument("-q", "--quiet", action="store_true", help="print ids only")
     add_daemon_options(parser, json="print a JSON array")
 
@@ -60,6 +67,8 @@ def add_fork(parser: argparse.ArgumentParser) -> None:
 def run_fork(args: argparse.Namespace) -> int:
     request = render_request(args, os.environ)
     with connect(args) as controller, Interrupts() as interrupts:
+        if args.source is not None:
+            request["sandbox_id"] = resolve(controller, args.source)
         begun = time.monotonic()
         with forked(args, controller, request) as infos:
             took_ms = (time.monotonic() - begun) * 1000
@@ -80,8 +89,11 @@ def forked(
     key = f"cli-{secrets.token_hex(16)}"
     infos: list[SandboxInfo] | None = None
     try:
-        with suggesting_snapshot(controller, request["snapshot_tag"]):
-            infos = controller.spawn_sandboxes(**request, idempotency_key=key)
+        if "sandbox_id" in request:
+            infos = controller.fork_sandbox(**request, idempotency_key=key)
+        else:
+            with suggesting_snapshot(controller, request["snapshot_tag"]):
+                infos = controller.spawn_sandboxes(**request, idempotency_key=key)
         yield infos
     except BaseException as error:
         refused = infos is None and isinstance(error, ForkdError) and not isinstance(error, Unreachable)
@@ -111,34 +123,49 @@ def _undo(args: argparse.Namespace, key: str) -> None:
 
 
 def render_request(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of `spawn_sandboxes`."""
-    if (args.snapshot is None) == (args.tag is None):
-        raise InvalidInput(
-            f"forkd fork takes one snapshot, got {'none' if args.tag is None else 'two'}",
-            hint="Write: forkd fork TAG. List the snapshots with: forkd snapshot ls",
-        )
+    """The arguments of `spawn_sandboxes`; with `--from` those of `fork_sandbox`, but for the id."""
     n = parse_count(args.n)
     settling = args.settle_secs is not None
     timeout_s = args.timeout
     if settling and timeout_s is None:
         timeout_s = _check_settling(args.settle_secs) + _SETTLE_SLACK_S
-    return {
-        "snapshot_tag": parse_tag(args.snapshot if args.tag is None else args.tag),
-        "n": n,
-        "per_child_netns": args.per_child_netns,
+    common = {
         **render_limits(args),
-        "prewarm": args.prewarm,
-        "live_fork": args.live_fork,
-        "hugepages": args.hugepages,
         "timeout_secs": timeout_s,
         "on_timeout": args.on_timeout,
         "env": parse_environment(args.env, environ),
         "labels": parse_pairs(args.label, "--label"),
         "metadata": parse_pairs(args.metadata, "--metadata"),
+    }
+    if args.source is not None:
+        _refuse_with_source(args)
+        return {"count": n, "tag": None if args.tag is None else parse_tag(args.tag), **common}
+    if (args.snapshot is None) == (args.tag is None):
+        raise InvalidInput(
+            f"forkd fork takes one snapshot, got {'none' if args.tag is None else 'two'}",
+            hint="Write: forkd fork TAG. List the snapshots with: forkd snapshot ls",
+        )
+    return {
+        "snapshot_tag": parse_tag(args.snapshot if args.tag is None else args.tag),
+        "n": n,
+        "per_child_netns": args.per_child_netns,
+        "prewarm": args.prewarm,
+        "live_fork": args.live_fork,
+        "hugepages": args.hugepages,
+        **common,
         "allow_partial": args.allow_partial,
         # forkd's SDK looks for its one child there.
         "agent_port": parse_target(environ.get("FORKD_TARGET")) if settling and n == 1 else None,
     }
+
+
+def _refuse_with_source(args: argparse.Namespace) -> None:
+    if args.snapshot is not None:
+        raise InvalidInput("--from takes the place of a snapshot, got both", hint="Write: forkd fork --from SANDBOX")
+    for name in ("allow_partial", *_FORKDS):
+        if getattr(args, name):
+            option = name.replace("_", "-")
+            raise InvalidInput(f"--from and --{option} cannot be combined", hint=f"Leave --{option} out")
 
 
 def parse_target(text: str | None) -> int | None:

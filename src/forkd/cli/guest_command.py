@@ -40,15 +40,20 @@ def add_words(parser: argparse.ArgumentParser, first: str, about: str) -> None:
 
 
 def parse_words(
-    args: argparse.Namespace, prog: str, first: str, add_options: Callable[[argparse.ArgumentParser], None]
+    args: argparse.Namespace,
+    prog: str,
+    first: str,
+    add_options: Callable[[argparse.ArgumentParser], None],
+    *,
+    optional: bool = False,
 ) -> str:
-    """The first word; the command goes to `args.command`.
+    """The first word; the command goes to `args.command`, which is empty when it is `optional` and left out.
 
     Options may also stand between the two. The command begins after `--` or where they end.
     """
     form = f"Write: {prog} {first} -- COMMAND"
     if not args.words:
-        raise InvalidInput(f"{prog} needs {first} and a command", hint=form)
+        raise InvalidInput(f"{prog} needs {first}{'' if optional else ' and a command'}", hint=form)
     parser = Parser(prog=prog, add_help=False, allow_abbrev=False)
     add_options(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER)
@@ -59,7 +64,7 @@ def parse_words(
         rest, command = rest[:end], rest[end + 1 :]
     parse_into(args, parser, rest)
     args.command = [*args.command, *command]
-    if not args.command:
+    if not args.command and not optional:
         raise InvalidInput(f"{prog} needs a command", hint=form)
     return str(word)
 

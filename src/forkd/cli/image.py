@@ -190,6 +190,8 @@ def render_source(image: Image) -> str:
     source = image.source
     if source.get("kind") == "debian":
         base = f"debian {source['suite']}: {' '.join(source['packages'])}"
+    elif source.get("kind") == "pack":
+        base = "a pack"
     else:
         base = f"directory {source.get('path', '')}"
     pip, steps = source.get("pip", ()), source.get("steps", ())

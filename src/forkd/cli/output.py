@@ -13,21 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     import argparse
 
-    from rich.console import Console
-
 T = TypeVar("T")
 
-_PIPE_WIDTH = 400
 _FOLDED_WIDTH = 12
 _GAP = 2
-
-
-def open_console() -> Console:
-    """Lines wrap at the width of a terminal, and not at all in a pipe."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
 
 
 def print_rows(headings: Sequence[str], rows: Iterable[Sequence[str]], *, folded: Container[str] = ()) -> None:
@@ -98,7 +87,7 @@ def measure(text: str) -> int:
 def print_columns(rows: Sequence[Mapping[str, str]], headings: Iterable[str], always: Container[str]) -> None:
     """A listing without the columns that are empty, except those that are `always` shown; long ones fold."""
     shown = [name for name in headings if name in always or any(row[name] for row in rows)]
-    print_rows(shown, ([row[name] for name in shown] for row in rows), folded=("LABELS", "CAUSE", "WARM"))
+    print_rows(shown, ([row[name] for name in shown] for row in rows), folded=("LABELS", "CAUSE", "WARM", "NOTE"))
 
 
 def print_facts(facts: Mapping[str, Any]) -> None:

@@ -38,11 +38,17 @@ _WORDS = {
     "live_fork": "--live-fork",
     "allow_partial": "--allow-partial",
     "sandbox_id": "the sandbox",
+    "keep_last": "--keep-last",
+    "keep_tagged": "--keep-tagged",
+    "max_age_secs": "--max-age",
+    "max_bytes": "--max-bytes",
 }
 # Short words of the API are ordinary ones too: they are fields only where a check of a field begins with them.
 _CHECKED = {
     "args": "the command",
+    "child": "the fork",
     "code": "the code",
+    "count": "-n",
     "cwd": "--workdir",
     "env": "--env",
     "labels": "--label",
@@ -51,6 +57,7 @@ _CHECKED = {
     "n": "-n",
     "name": "the name",
     "since": "--since",
+    "to": "the checkpoint",
     "type": "--type",
     "user": "--user",
 }

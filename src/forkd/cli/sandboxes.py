@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from forkd.client import Controller
 
 _STATES = ("starting", "running", "paused", "stopping", "dead")
-_HEADINGS = ("ID", "NAME", "SNAPSHOT", "STATE", "AGE", "ADDRESS", "DEADLINE", "WORKSPACE", "LABELS", "CAUSE")
+_HEADINGS = ("ID", "NAME", "SNAPSHOT", "PARENT", "STATE", "AGE", "ADDRESS", "DEADLINE", "WORKSPACE", "LABELS", "CAUSE")
 _ALWAYS_SHOWN = ("ID", "SNAPSHOT", "STATE", "AGE", "ADDRESS")
 _KILLED_AT_ONCE = 8
 _WHOLE_ID = re.compile(r"sb-[0-9a-f]{10}", re.ASCII)
@@ -113,6 +113,7 @@ def _render_row(info: SandboxInfo, now: float) -> dict[str, str]:
         "ID": info["id"],
         "NAME": info["name"] or "",
         "SNAPSHOT": info["snapshot_tag"],
+        "PARENT": info["parent_id"] or "",
         "STATE": info["state"],
         "AGE": render_age(now - info["created_at_unix"]),
         "ADDRESS": info["guest_addr"],

@@ -1,33 +1,28 @@
-"""`forkd snapshot`: create, list, inspect, warm and remove frozen VMs."""
+"""`forkd snapshot`: create, list, inspect, warm and remove frozen VMs; chains.py has what is about layers."""
 
 from __future__ import annotations
 
 import argparse
-import threading
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forkd.cli.arguments import add_daemon_options, add_duration
+from forkd.cli.chains import add_chain_actions
 from forkd.cli.commands import Actions
-from forkd.cli.connect import connect, remove_all
-from forkd.cli.interrupts import Interrupts
+from forkd.cli.connect import connect
+from forkd.cli.making import make_snapshot
 from forkd.cli.output import note, print_columns, print_facts, print_lines, render_size, render_time, show
 from forkd.cli.suggestions import suggesting_snapshot
-from forkd.errors import Conflict, ForkdError, InvalidInput, NotFound
+from forkd.errors import ForkdError, InvalidInput, NotFound
 from forkd.model.machine import MachineSpec
-from forkd.model.names import SnapshotTag, parse_image_name, parse_tag
+from forkd.model.names import parse_image_name, parse_tag
 from forkd.wire.api import SnapshotInfo, TemplateInfo
 
-if TYPE_CHECKING:
-    from forkd.cli.progress import Shown
-    from forkd.client import Controller
-
-_HEADINGS = ("TAG", "STATUS", "CREATED", "MEMORY", "VCPUS", "ENGINE", "IMAGE", "TEMPLATE", "WARM")
+_HEADINGS = ("TAG", "STATUS", "CREATED", "MEMORY", "VCPUS", "ENGINE", "IMAGE", "PARENT", "TEMPLATE", "WARM")
 _WARM_SHOWN = 40
 _SCRIPT_BYTES = 512 * 1024  # the largest the daemon takes
-_POLL_S = 0.1
-# A request that was just sent is refused within this time, or is being worked on.
-_REFUSAL_S = 2.0
 
 
 def add_snapshot(parser: argparse.ArgumentParser) -> None:
@@ -52,29 +47,19 @@ def add_snapshot(parser: argparse.ArgumentParser) -> None:
     inspect.add_argument("tag", metavar="TAG")
     warm = actions.add("warm", run_warm, "make a template of a snapshot before its first fork")
     warm.add_argument("tag", metavar="TAG")
+    add_chain_actions(actions)
     remove = actions.add("rm", run_rm, "remove snapshots; one that is being made is cancelled")
     remove.add_argument("tag", nargs="+", metavar="TAG")
+    remove.add_argument("--cascade", action="store_true", help="also those that are layers of them")
+    remove.add_argument("--force", action="store_true", help="even if others are layers of them, which are lost then")
     for action in actions.parsers():
         add_daemon_options(action)
 
 
 def run_create(args: argparse.Namespace) -> int:
-    from forkd.cli.progress import Shown
-
     tag, request = parse_tag(args.tag), render_request(args)
-    with connect(args) as controller, Shown(quiet=args.json) as shown:
-        _refuse_second(controller, tag)
-        making = _Making(controller, request)
-        with Interrupts() as interrupts:
-            try:
-                making.start()
-                while not making.wait(_POLL_S):
-                    _show_stage(controller, tag, shown)
-                interrupts.settle()
-            except BaseException:
-                _cancel(args, tag, making)
-                raise
-        making.check()
+    with connect(args) as controller:
+        make_snapshot(args, controller, tag, lambda: controller.create_snapshot(**request))
         made: dict[str, Any] = {**controller.get_snapshot(tag), **controller.snapshot_info(tag)}
     return show(args, made, lambda _: print(f"{tag}  {render_size(made['memory_physical_bytes'])} on disk"))
 
@@ -97,71 +82,6 @@ def render_request(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-class _Making:
-    """The request is answered when the snapshot is ready, or has failed. It runs in a thread, so that its stages can
-    be asked for meanwhile."""
-
-    def __init__(self, controller: Controller, request: dict[str, Any]) -> None:
-        self._controller = controller
-        self._request = request
-        self._error: BaseException | None = None
-        self._done = threading.Event()
-
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="snapshot", daemon=True).start()
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._done.wait(timeout_s)
-
-    def check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def is_refused(self) -> bool:
-        return self.wait(_REFUSAL_S) and self._error is not None
-
-    def _run(self) -> None:
-        try:
-            self._controller.create_snapshot(**self._request)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._done.set()
-
-
-def _refuse_second(controller: Controller, tag: SnapshotTag) -> None:
-    """So that a command that is interrupted does not cancel what another one is making."""
-    try:
-        info = controller.get_snapshot(tag)
-    except NotFound:
-        return
-    if info["status"] == "writing":
-        raise Conflict(f"Snapshot {tag} is being made already", hint=f"Cancel it with: forkd snapshot rm {tag}")
-
-
-def _show_stage(controller: Controller, tag: SnapshotTag, shown: Shown) -> None:
-    try:
-        info = controller.get_snapshot(tag)
-    except NotFound:  # not started yet, or refused
-        return
-    if progress := info.get("progress"):
-        shown.stage(progress)
-
-
-def _cancel(args: argparse.Namespace, tag: SnapshotTag, making: _Making) -> None:
-    if making.is_refused():
-        return
-    with connect(args) as controller:
-        try:
-            if controller.get_snapshot(tag)["status"] == "writing":
-                controller.delete_snapshot(tag)
-        except NotFound:
-            return
-        except ForkdError as error:
-            error.hint = f"It may still be in progress; cancel it with: forkd snapshot rm {tag}"
-            raise
-
-
 def run_ls(args: argparse.Namespace) -> int:
     with connect(args) as controller:
         found = controller.list_snapshots()
@@ -169,7 +89,7 @@ def run_ls(args: argparse.Namespace) -> int:
     if args.json or args.quiet:
         return show(args, found, lambda _: print_lines(info["tag"] for info in found))
     rows = [_render_row(info, info["tag"] in templates) for info in found if info["status"] != "failed"]
-    print_columns(rows, _HEADINGS, always=set(_HEADINGS) - {"TEMPLATE"})
+    print_columns(rows, _HEADINGS, always=set(_HEADINGS) - {"PARENT", "TEMPLATE"})
     for info in found:
         if warning := info.get("warning"):
             note(f"warning: {info['tag']}: {warning}")
@@ -187,7 +107,18 @@ def run_inspect(args: argparse.Namespace) -> int:
         if info["status"] == "failed":
             raise _failure(info)
         shown: dict[str, Any] = {**info, **controller.snapshot_info(tag)}
-    return show(args, shown, print_facts)
+    return show(args, shown, lambda shown: print_facts(_render_facts(shown)))
+
+
+def _render_facts(shown: Mapping[str, Any]) -> dict[str, Any]:
+    """Every field under its own name; sizes as people read them, the chain from its root to this one."""
+    facts = dict(shown)
+    for name in [name for name in facts if name.endswith("_bytes")]:
+        facts[name] = f"{facts[name]} ({render_size(facts[name])})"
+    facts["created_at_unix"] = f"{facts['created_at_unix']} ({render_time(facts['created_at_unix'])})"
+    facts["ancestors"] = " > ".join([*facts["ancestors"], facts["tag"]]) if facts["ancestors"] else "none"
+    facts["dependents"] = ", ".join(facts["dependents"]) or "none"
+    return facts
 
 
 def run_warm(args: argparse.Namespace) -> int:
@@ -202,10 +133,27 @@ def _print_template(info: TemplateInfo) -> None:
 
 
 def run_rm(args: argparse.Namespace) -> int:
+    if args.cascade and args.force:
+        raise InvalidInput("--cascade and --force cannot be combined", hint="Leave --force out")
     tags = [parse_tag(text) for text in args.tag]
     with connect(args) as controller:
-        removed = remove_all(tags, controller.get_snapshot, controller.delete_snapshot)
-    return show(args, {"removed": removed})
+        found: dict[str, SnapshotInfo] = {tag: controller.get_snapshot(tag) for tag in tags}
+        for tag in layers_first(found):
+            with suppress(*((NotFound,) if args.cascade else ())):  # gone with another of them
+                controller.delete_snapshot(tag, cascade=args.cascade, force=args.force)
+    return show(args, {"removed": list(found)})
+
+
+def layers_first(found: Mapping[str, SnapshotInfo]) -> list[str]:
+    """An order in which each comes before what it is a layer of, if that is among them."""
+
+    def depth(tag: str) -> int:
+        steps, parent = 0, found[tag].get("parent_tag")
+        while parent is not None and parent in found and steps < len(found):
+            steps, parent = steps + 1, found[parent].get("parent_tag")
+        return steps
+
+    return sorted(found, key=depth, reverse=True)
 
 
 def _render_row(info: SnapshotInfo, template: bool) -> dict[str, str]:
@@ -219,6 +167,7 @@ def _render_row(info: SnapshotInfo, template: bool) -> dict[str, str]:
         "VCPUS": str(info.get("vcpus", "")),
         "ENGINE": info.get("engine", ""),
         "IMAGE": info.get("image_id", "")[:12],
+        "PARENT": info.get("parent_tag", ""),
         "TEMPLATE": "yes" if template else "",
         "WARM": (" ".join(info.get("warm", "").split()) or info.get("progress", ""))[:_WARM_SHOWN],
     }

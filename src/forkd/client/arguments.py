@@ -48,9 +48,12 @@ class SandboxOptions(Limits, total=False):
     metadata: Mapping[str, str] | None
 
 
-class SpawnOptions(SandboxOptions, total=False):
+class ForkOptions(SandboxOptions, total=False):
     timeout_secs: float | None  # how long they may live
     env: Mapping[str, str] | None  # of their commands and code
+
+
+class SpawnOptions(ForkOptions, total=False):
     allow_partial: bool
     agent_port: int | None
 

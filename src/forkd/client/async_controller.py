@@ -20,6 +20,8 @@ from forkd.client.arguments import (
     render_command,
     render_options,
 )
+from forkd.client.async_branch_routes import FREEZE_S, SPAWN_EACH_S, SPAWN_S, AsyncBranchRoutes
+from forkd.client.async_packs import AsyncPackCalls
 from forkd.client.async_transport import AsyncTransport
 from forkd.client.call import API, Again, Call, delete, get, post, query_of, read_answer
 from forkd.client.endpoint import Endpoint, find_endpoint
@@ -30,16 +32,13 @@ from forkd.wire import api
 DEFAULT_TIMEOUT_S = 60.0
 _PAGE = 1000
 # How long the daemon may need, beyond an ordinary answer.
-_SPAWN_S = 60.0
-_SPAWN_EACH_S = 1.0
-_FREEZE_S = 600.0  # without KVM a boot alone takes a minute
 _REHEARSE_S = 300.0  # with the turn of others before it
 _READ_INPUT_S = 90.0  # what a program is given to read what is written to it
 
 T = TypeVar("T")
 
 
-class AsyncController:
+class AsyncController(AsyncBranchRoutes, AsyncPackCalls):
     """`base_url`: else FORKD_URL, else the daemon's unix socket. `token`: else FORKD_TOKEN.
 
     `timeout` is how long an answer may take, in seconds; a command's own timeout comes on top. Plain dicts go in and
@@ -162,7 +161,7 @@ class AsyncController:
             replace=replace,
             wait=wait,
         )
-        takes_s = warm_timeout_secs + _FREEZE_S if wait else 0.0
+        takes_s = warm_timeout_secs + FREEZE_S if wait else 0.0
         return await self._send(post(api.SnapshotInfo, "snapshots", body=body, takes_s=takes_s))
 
     async def warm_snapshot(self, tag: str) -> api.TemplateInfo:
@@ -171,12 +170,6 @@ class AsyncController:
 
     async def list_templates(self) -> list[api.TemplateInfo]:
         return await self._send(get(list[api.TemplateInfo], "templates"))
-
-    async def delete_snapshot(self, tag: str) -> None:
-        await self._send(delete("snapshots", tag))
-
-    async def compact_snapshot(self, tag: str, to: str) -> api.SnapshotInfo:
-        return await self._send(post(api.SnapshotInfo, "snapshots", tag, "compact", body={"to": to}, takes_s=_FREEZE_S))
 
     async def spawn_sandboxes(
         self,
@@ -198,7 +191,7 @@ class AsyncController:
         body |= drop_unset(prewarm=prewarm or None, live_fork=live_fork or None, hugepages=hugepages or None)
         body |= render_options(SpawnOptions, options)
         key = f"sdk-{os.urandom(16).hex()}" if idempotency_key is None else check_key(idempotency_key)
-        takes_s = _SPAWN_S + _SPAWN_EACH_S * n
+        takes_s = SPAWN_S + SPAWN_EACH_S * n
         call = post(list[api.SandboxInfo], "sandboxes", body=body, key=key, again=Again.SAFE, takes_s=takes_s)
         return await self._send(call)
 
@@ -259,25 +252,6 @@ class AsyncController:
         """A name can be used wherever an id can; None takes it away."""
         call = post(api.SandboxInfo, "sandboxes", sandbox_id, "rename", body={"name": name}, again=Again.SAFE)
         return await self._send(call)
-
-    async def branch_sandbox(
-        self,
-        sandbox_id: str,
-        tag: str | None = None,
-        diff: bool = False,
-        measure_diff: bool = False,
-        mode: str | None = None,
-        wait: bool = True,
-    ) -> api.SnapshotInfo:
-        """Freeze it where it is, under `tag`. `mode` wins over `diff`, as in the forkd SDK."""
-        body = drop_unset(
-            tag=tag,
-            mode=None if mode is None else str(getattr(mode, "value", mode)),
-            diff=True if diff and mode is None else None,
-            measure_diff=measure_diff or None,
-            wait=None if wait else False,
-        )
-        return await self._send(post(api.SnapshotInfo, "sandboxes", sandbox_id, "branch", body=body, takes_s=_FREEZE_S))
 
     async def sandbox_console(self, sandbox_id: str) -> str:
         return await self._send(get(str, "sandboxes", sandbox_id, "console"))
@@ -441,13 +415,13 @@ class AsyncController:
     ) -> api.WorkspaceInfo:
         body = drop_unset(name=name, snapshot_tag=snapshot_tag, per_child_netns=per_child_netns)
         body |= drop_unset(memory_limit_mib=memory_limit_mib, **render_options(Limits, limits))
-        return await self._send(post(api.WorkspaceInfo, "workspaces", body=body, takes_s=_SPAWN_S))
+        return await self._send(post(api.WorkspaceInfo, "workspaces", body=body, takes_s=SPAWN_S))
 
     async def suspend_workspace(self, name: str) -> api.WorkspaceInfo:
-        return await self._send(post(api.WorkspaceInfo, "workspaces", name, "suspend", body={}, takes_s=_SPAWN_S))
+        return await self._send(post(api.WorkspaceInfo, "workspaces", name, "suspend", body={}, takes_s=SPAWN_S))
 
     async def resume_workspace(self, name: str) -> api.WorkspaceInfo:
-        return await self._send(post(api.WorkspaceInfo, "workspaces", name, "resume", takes_s=_SPAWN_S))
+        return await self._send(post(api.WorkspaceInfo, "workspaces", name, "resume", takes_s=SPAWN_S))
 
     async def delete_workspace(self, name: str) -> None:
         await self._send(delete("workspaces", name))

@@ -2,142 +2,39 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, Self, Unpack, overload
+from typing import Any, Self, Unpack
 
 from forkd.client.arguments import (
     COMMAND_TIMEOUT_S,
-    AsyncData,
-    GuestPath,
     SandboxOptions,
     check_envs,
-    check_format,
     check_lifetime,
     choose_tag,
     code_limit,
-    decode_file,
-    guest_path,
     port_of,
 )
+from forkd.client.async_branching import AsyncBranching
 from forkd.client.async_controller import AsyncController
-from forkd.client.async_copying import DEFAULT_MAX_BYTES, async_copy, async_download, async_upload
+from forkd.client.async_files import AsyncFiles
 from forkd.client.async_merging import AsyncMerging
 from forkd.client.async_processes import AsyncCommands, AsyncPty, async_follow
 from forkd.client.async_renewal import AsyncRenewal
 from forkd.client.async_spawn import AsyncSandboxes, async_spawn
 from forkd.client.lifetime import DEFAULT_LIFETIME_S, Lifetime
 from forkd.client.output import Callback
-from forkd.client.results import CopyInfo, EntryInfo, Execution, WriteInfo, execution_of, repr_of, value_of
+from forkd.client.results import Execution, execution_of, repr_of, value_of
 from forkd.client.shared import AsyncOpening, async_lease_controller, async_leased, async_release_controller
-from forkd.errors import ForkdError, InvalidInput, NotFound
-from forkd.wire.api import FileInfo, PingResponse, SandboxInfo
+from forkd.errors import InvalidInput, NotFound
+from forkd.wire.api import PingResponse, SandboxInfo
 
 EVAL_TIMEOUT_S = 30.0
 
 
-class AsyncFiles:
-    """`sandbox.files`. Relative paths start at /root."""
-
-    def __init__(self, controller: AsyncController, sandbox_id: str) -> None:
-        self._controller = controller
-        self._id = sandbox_id
-
-    @overload
-    async def read(self, path: GuestPath, format: Literal["text"] = "text") -> str: ...
-
-    @overload
-    async def read(self, path: GuestPath, format: Literal["bytes"]) -> bytes: ...
-
-    @overload
-    async def read(self, path: GuestPath, format: Literal["stream"]) -> AsyncIterator[bytes]: ...
-
-    async def read(
-        self, path: GuestPath, format: Literal["text", "bytes", "stream"] = "text"
-    ) -> str | bytes | AsyncIterator[bytes]:
-        """`stream` is an iterator over pieces, for files that are not to be held in memory."""
-        if check_format(format) == "stream":
-            return self._controller.read_file_stream(self._id, guest_path(path))
-        data = await self._controller.read_file(self._id, guest_path(path))
-        return decode_file(data, path) if format == "text" else data
-
-    async def write(
-        self, path: GuestPath, data: AsyncData, *, mode: int | str | None = None, append: bool = False
-    ) -> WriteInfo:
-        """Text, bytes, an open file, or an iterator of either. Directories are made; the file appears when complete."""
-        return WriteInfo.of(await self._controller.write_file(self._id, guest_path(path), data, mode, append))
-
-    async def write_files(self, entries: Iterable[Mapping[str, Any]]) -> builtins.list[WriteInfo]:
-        """Several, each `{"path": …, "data": …}`, one after the other."""
-        return [await self.write(entry["path"], entry["data"]) for entry in entries]
-
-    async def upload(self, local: str | os.PathLike[str], remote: GuestPath) -> CopyInfo:
-        """A file or directory of this machine. `remote` is the name of the copy; a directory there is filled.
-
-        A directory goes as one stream, with symlinks, modes and modification times. It is not undone when it fails.
-        """
-        return await async_upload(self._controller, self._id, Path(local), guest_path(remote))
-
-    async def download(
-        self, remote: GuestPath, local: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES
-    ) -> CopyInfo:
-        """The other way round. `max_bytes` is for a directory: its files together have no more.
-
-        The guest is not trusted: nothing is written outside `local` or through a link, and what is a device or a link
-        that leads out is left out (`skipped`).
-        """
-        return await async_download(self._controller, self._id, guest_path(remote), Path(local), max_bytes=max_bytes)
-
-    async def copy_to(self, path: GuestPath, other: AsyncSandbox, to: GuestPath) -> CopyInfo:
-        """A file or directory into another sandbox. `to` is the name of the copy; a directory there is filled.
-
-        It goes through this process as it comes. The other one must be of the same daemon.
-        """
-        return await async_copy(self._controller, self._id, guest_path(path), other.id, guest_path(to))
-
-    async def list(self, path: GuestPath = ".") -> builtins.list[EntryInfo]:
-        listing = await self._controller.list_files(self._id, guest_path(path))
-        if listing["truncated"]:
-            raise InvalidInput(f"{path} has more entries than are listed", hint="List it with: commands.run('ls …')")
-        return [EntryInfo.of(entry) for entry in listing["entries"]]
-
-    async def exists(self, path: GuestPath) -> bool:
-        return await self._find(path) is not None
-
-    async def _find(self, path: GuestPath) -> FileInfo | None:
-        try:
-            return await self._controller.stat_file(self._id, guest_path(path))
-        except ForkdError as error:
-            if not isinstance(error, NotFound) and error.code != "not_dir":
-                raise
-            await self._controller.get_sandbox(self._id)  # raises when it is the sandbox that does not exist
-            return None
-
-    async def get_info(self, path: GuestPath) -> EntryInfo:
-        return EntryInfo.of(await self._controller.stat_file(self._id, guest_path(path)))
-
-    async def remove(self, path: GuestPath) -> None:
-        """A directory with all that is in it."""
-        await self._controller.remove_file(self._id, guest_path(path), True)
-
-    async def rename(self, old_path: GuestPath, new_path: GuestPath) -> EntryInfo:
-        await self._controller.rename_file(self._id, guest_path(old_path), guest_path(new_path))
-        return await self.get_info(new_path)
-
-    async def make_dir(self, path: GuestPath) -> bool:
-        """With its parents. False when it existed."""
-        found = await self._find(path)
-        if found is not None and found["type"] == "dir":
-            return False
-        await self._controller.make_dir(self._id, guest_path(path), True)
-        return True
-
-
-class AsyncSandbox(AsyncMerging, AsyncOpening):
+class AsyncSandbox(AsyncMerging, AsyncOpening, AsyncBranching):
     """Fork one from `tag` (else FORKD_TAG, else "pyagent"). In a `with` block it is killed at the end.
 
     With `spawn=False` the one whose guest_addr is `target` (else FORKD_TARGET) is found instead. `timeout` is for
@@ -360,23 +257,43 @@ class AsyncSandbox(AsyncMerging, AsyncOpening):
     async def console(self) -> str:
         return await self._controller.sandbox_console(self._id)
 
-    async def fork(self, count: int = 1) -> builtins.list[Self]:
-        """`count` new ones that go on from where this one is: a branch of it, and forks of that.
+    async def fork(
+        self,
+        count: int = 1,
+        timeout: float | None = DEFAULT_LIFETIME_S,
+        *,
+        tag: str | None = None,
+        envs: Mapping[str, str] | None = None,
+        memory_limit_mib: int | None = None,
+        **options: Unpack[SandboxOptions],
+    ) -> AsyncSandboxes[Self]:
+        """`count` new ones that go on from where this one is, all or none. It runs on itself.
 
-        When they cannot be forked the branch is deleted. An engine that cannot branch raises Unsupported.
+        They live as those of `create_many` do, and have this one's limits unless others are given. `tag` keeps the
+        state they start from as a snapshot; else nothing is left of it but them.
         """
-        new, leased = type(self).__new__, self._lease is not None
-        branch = await self._controller.branch_sandbox(self._id)
-        try:
-            return await async_spawn(
-                self._plain,
-                branch["tag"],
-                count,
-                lambda used, info, _: new(type(self))._attach(used, info, self._timeout, leased=leased),
-            )
-        except ForkdError:
-            await self._controller.delete_snapshot(branch["tag"])
-            raise
+        leased, made = self._lease is not None, type(self)
+        return await async_spawn(
+            self._plain,
+            tag,
+            count,
+            lambda used, info, renewal: made.__new__(made)._attach(used, info, self._timeout, renewal, leased=leased),
+            source_id=await self._used(),
+            memory_limit_mib=memory_limit_mib,
+            timeout_secs=check_lifetime(timeout),
+            env=check_envs(envs),
+            **options,
+        )
+
+    async def _used(self) -> str:
+        """Its id, for a call through the plain controller that uses it nevertheless."""
+        if self._renewal is not None:
+            await self._renewal.use()
+        return self._id
+
+    async def _lost(self) -> None:
+        self._stop_renewing()
+        await self.close()
 
     async def eval(self, code: str, timeout: float | None = None) -> str:
         """The repr of the last expression, "None" when there is none; what the code raised becomes EvalFailed."""

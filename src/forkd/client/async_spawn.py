@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
-from forkd.client.arguments import SpawnOptions
+from forkd.client.arguments import ForkOptions, choose_tag
 from forkd.client.async_controller import AsyncController
 from forkd.client.async_renewal import AsyncRenewal
 from forkd.client.lifetime import Lifetime
@@ -54,14 +54,18 @@ class AsyncSandboxes(list[S]):
 
 async def async_spawn(
     controller: AsyncController | None,
-    tag: str,
+    tag: str | None,
     n: int,
     attach: Attach[S],
     *,
+    source_id: str | None = None,
     memory_limit_mib: int | None = None,
-    **options: Unpack[SpawnOptions],
+    agent_port: int | None = None,
+    **options: Unpack[ForkOptions],
 ) -> AsyncSandboxes[S]:
-    """`attach` makes the object of each. An interruption at any moment removes them again.
+    """Forks of the snapshot `tag`; or of the sandbox `source_id`, and `tag` is where that is kept.
+
+    `attach` makes the object of each. An interruption at any moment removes them again.
 
     No context manager does that: an interrupt could come in its own code, between its end and what follows.
     """
@@ -69,9 +73,19 @@ async def async_spawn(
     try:
         async with async_leased(controller) as used:
             begun = time.monotonic()
-            infos = await used.spawn_sandboxes(
-                tag, n, memory_limit_mib=memory_limit_mib, idempotency_key=key, **options
-            )
+            if source_id is not None:
+                infos = await used.fork_sandbox(
+                    source_id, n, tag=tag, memory_limit_mib=memory_limit_mib, idempotency_key=key, **options
+                )
+            else:
+                infos = await used.spawn_sandboxes(
+                    choose_tag(tag),
+                    n,
+                    memory_limit_mib=memory_limit_mib,
+                    agent_port=agent_port,
+                    idempotency_key=key,
+                    **options,
+                )
             lifetime = Lifetime(options.get("timeout_secs"), begun)
             renewal = AsyncRenewal(used, {info["id"] for info in infos}, lifetime)
             return AsyncSandboxes([attach(used, info, renewal) for info in infos], used, key)

@@ -6,7 +6,7 @@ The asynchronous one is for the event loop it is first used in; the synchronous 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -72,8 +72,11 @@ class AsyncTransport:
     def events(self, call: Call[Event]) -> AsyncGenerator[Event, None]:
         return self._events(call, EventReader(self.place.name))
 
-    def download(self, call: Call[bytes]) -> AsyncGenerator[bytes, None]:
-        return self._chunks(call, choose_timeout(call, self._timeout_s))
+    def download(
+        self, call: Call[bytes], on_response: Callable[[httpx.Response], None] | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """`on_response` is told of the answer before its content is read."""
+        return self._chunks(call, choose_timeout(call, self._timeout_s), on_response)
 
     async def close(self) -> None:
         await self._pool.close()
@@ -109,12 +112,16 @@ class AsyncTransport:
                     yield event
         reader.finish()
 
-    async def _chunks(self, call: Call[Any], timeout: httpx.Timeout) -> AsyncGenerator[bytes, None]:
+    async def _chunks(
+        self, call: Call[Any], timeout: httpx.Timeout, on_response: Callable[[httpx.Response], None] | None = None
+    ) -> AsyncGenerator[bytes, None]:
         import httpx
 
         async with self._pool.used() as client:
             response = await self._exchange(client, call, timeout, stream=True)
             async with aclosing(response):
+                if on_response is not None:
+                    on_response(response)
                 try:
                     async for chunk in response.aiter_bytes():
                         if self._renewal is not None:

@@ -21,8 +21,10 @@ from forkd.client.arguments import (
     render_command,
     render_options,
 )
+from forkd.client.branch_routes import FREEZE_S, SPAWN_EACH_S, SPAWN_S, BranchRoutes
 from forkd.client.call import API, Again, Call, delete, get, post, query_of, read_answer
 from forkd.client.endpoint import Endpoint, find_endpoint
+from forkd.client.packs import PackCalls
 from forkd.client.stream import StreamEvent
 from forkd.client.transport import Transport
 from forkd.errors import ForkdError, Unreachable
@@ -31,16 +33,13 @@ from forkd.wire import api
 DEFAULT_TIMEOUT_S = 60.0
 _PAGE = 1000
 # How long the daemon may need, beyond an ordinary answer.
-_SPAWN_S = 60.0
-_SPAWN_EACH_S = 1.0
-_FREEZE_S = 600.0  # without KVM a boot alone takes a minute
 _REHEARSE_S = 300.0  # with the turn of others before it
 _READ_INPUT_S = 90.0  # what a program is given to read what is written to it
 
 T = TypeVar("T")
 
 
-class Controller:
+class Controller(BranchRoutes, PackCalls):
     """`base_url`: else FORKD_URL, else the daemon's unix socket. `token`: else FORKD_TOKEN.
 
     `timeout` is how long an answer may take, in seconds; a command's own timeout comes on top. Plain dicts go in and
@@ -163,7 +162,7 @@ class Controller:
             replace=replace,
             wait=wait,
         )
-        takes_s = warm_timeout_secs + _FREEZE_S if wait else 0.0
+        takes_s = warm_timeout_secs + FREEZE_S if wait else 0.0
         return self._send(post(api.SnapshotInfo, "snapshots", body=body, takes_s=takes_s))
 
     def warm_snapshot(self, tag: str) -> api.TemplateInfo:
@@ -172,12 +171,6 @@ class Controller:
 
     def list_templates(self) -> list[api.TemplateInfo]:
         return self._send(get(list[api.TemplateInfo], "templates"))
-
-    def delete_snapshot(self, tag: str) -> None:
-        self._send(delete("snapshots", tag))
-
-    def compact_snapshot(self, tag: str, to: str) -> api.SnapshotInfo:
-        return self._send(post(api.SnapshotInfo, "snapshots", tag, "compact", body={"to": to}, takes_s=_FREEZE_S))
 
     def spawn_sandboxes(
         self,
@@ -199,7 +192,7 @@ class Controller:
         body |= drop_unset(prewarm=prewarm or None, live_fork=live_fork or None, hugepages=hugepages or None)
         body |= render_options(SpawnOptions, options)
         key = f"sdk-{os.urandom(16).hex()}" if idempotency_key is None else check_key(idempotency_key)
-        takes_s = _SPAWN_S + _SPAWN_EACH_S * n
+        takes_s = SPAWN_S + SPAWN_EACH_S * n
         call = post(list[api.SandboxInfo], "sandboxes", body=body, key=key, again=Again.SAFE, takes_s=takes_s)
         return self._send(call)
 
@@ -260,25 +253,6 @@ class Controller:
         """A name can be used wherever an id can; None takes it away."""
         call = post(api.SandboxInfo, "sandboxes", sandbox_id, "rename", body={"name": name}, again=Again.SAFE)
         return self._send(call)
-
-    def branch_sandbox(
-        self,
-        sandbox_id: str,
-        tag: str | None = None,
-        diff: bool = False,
-        measure_diff: bool = False,
-        mode: str | None = None,
-        wait: bool = True,
-    ) -> api.SnapshotInfo:
-        """Freeze it where it is, under `tag`. `mode` wins over `diff`, as in the forkd SDK."""
-        body = drop_unset(
-            tag=tag,
-            mode=None if mode is None else str(getattr(mode, "value", mode)),
-            diff=True if diff and mode is None else None,
-            measure_diff=measure_diff or None,
-            wait=None if wait else False,
-        )
-        return self._send(post(api.SnapshotInfo, "sandboxes", sandbox_id, "branch", body=body, takes_s=_FREEZE_S))
 
     def sandbox_console(self, sandbox_id: str) -> str:
         return self._send(get(str, "sandboxes", sandbox_id, "console"))
@@ -440,13 +414,13 @@ class Controller:
     ) -> api.WorkspaceInfo:
         body = drop_unset(name=name, snapshot_tag=snapshot_tag, per_child_netns=per_child_netns)
         body |= drop_unset(memory_limit_mib=memory_limit_mib, **render_options(Limits, limits))
-        return self._send(post(api.WorkspaceInfo, "workspaces", body=body, takes_s=_SPAWN_S))
+        return self._send(post(api.WorkspaceInfo, "workspaces", body=body, takes_s=SPAWN_S))
 
     def suspend_workspace(self, name: str) -> api.WorkspaceInfo:
-        return self._send(post(api.WorkspaceInfo, "workspaces", name, "suspend", body={}, takes_s=_SPAWN_S))
+        return self._send(post(api.WorkspaceInfo, "workspaces", name, "suspend", body={}, takes_s=SPAWN_S))
 
     def resume_workspace(self, name: str) -> api.WorkspaceInfo:
-        return self._send(post(api.WorkspaceInfo, "workspaces", name, "resume", takes_s=_SPAWN_S))
+        return self._send(post(api.WorkspaceInfo, "workspaces", name, "resume", takes_s=SPAWN_S))
 
     def delete_workspace(self, name: str) -> None:
         self._send(delete("workspaces", name))

@@ -3,140 +3,39 @@
 
 from __future__ import annotations
 
-import builtins
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, Self, Unpack, overload
+from typing import Any, Self, Unpack
 
 from forkd.client.arguments import (
     COMMAND_TIMEOUT_S,
-    Data,
-    GuestPath,
     SandboxOptions,
     check_envs,
-    check_format,
     check_lifetime,
     choose_tag,
     code_limit,
-    decode_file,
-    guest_path,
     port_of,
 )
+from forkd.client.branching import Branching
 from forkd.client.controller import Controller
-from forkd.client.copying import DEFAULT_MAX_BYTES, copy, download, upload
+from forkd.client.files import Files
 from forkd.client.lifetime import DEFAULT_LIFETIME_S, Lifetime
 from forkd.client.merging import Merging
 from forkd.client.output import Callback
 from forkd.client.processes import Commands, Pty, follow
 from forkd.client.renewal import Renewal
-from forkd.client.results import CopyInfo, EntryInfo, Execution, WriteInfo, execution_of, repr_of, value_of
+from forkd.client.results import Execution, execution_of, repr_of, value_of
 from forkd.client.shared import Opening, lease_controller, leased, release_controller
 from forkd.client.spawn import Sandboxes, spawn
-from forkd.errors import ForkdError, InvalidInput, NotFound
-from forkd.wire.api import FileInfo, PingResponse, SandboxInfo
+from forkd.errors import InvalidInput, NotFound
+from forkd.wire.api import PingResponse, SandboxInfo
 
 EVAL_TIMEOUT_S = 30.0
 
 
-class Files:
-    """`sandbox.files`. Relative paths start at /root."""
-
-    def __init__(self, controller: Controller, sandbox_id: str) -> None:
-        self._controller = controller
-        self._id = sandbox_id
-
-    @overload
-    def read(self, path: GuestPath, format: Literal["text"] = "text") -> str: ...
-
-    @overload
-    def read(self, path: GuestPath, format: Literal["bytes"]) -> bytes: ...
-
-    @overload
-    def read(self, path: GuestPath, format: Literal["stream"]) -> Iterator[bytes]: ...
-
-    def read(
-        self, path: GuestPath, format: Literal["text", "bytes", "stream"] = "text"
-    ) -> str | bytes | Iterator[bytes]:
-        """`stream` is an iterator over pieces, for files that are not to be held in memory."""
-        if check_format(format) == "stream":
-            return self._controller.read_file_stream(self._id, guest_path(path))
-        data = self._controller.read_file(self._id, guest_path(path))
-        return decode_file(data, path) if format == "text" else data
-
-    def write(self, path: GuestPath, data: Data, *, mode: int | str | None = None, append: bool = False) -> WriteInfo:
-        """Text, bytes, an open file, or an iterator of either. Directories are made; the file appears when complete."""
-        return WriteInfo.of(self._controller.write_file(self._id, guest_path(path), data, mode, append))
-
-    def write_files(self, entries: Iterable[Mapping[str, Any]]) -> builtins.list[WriteInfo]:
-        """Several, each `{"path": …, "data": …}`, one after the other."""
-        return [self.write(entry["path"], entry["data"]) for entry in entries]
-
-    def upload(self, local: str | os.PathLike[str], remote: GuestPath) -> CopyInfo:
-        """A file or directory of this machine. `remote` is the name of the copy; a directory there is filled.
-
-        A directory goes as one stream, with symlinks, modes and modification times. It is not undone when it fails.
-        """
-        return upload(self._controller, self._id, Path(local), guest_path(remote))
-
-    def download(
-        self, remote: GuestPath, local: str | os.PathLike[str], *, max_bytes: int = DEFAULT_MAX_BYTES
-    ) -> CopyInfo:
-        """The other way round. `max_bytes` is for a directory: its files together have no more.
-
-        The guest is not trusted: nothing is written outside `local` or through a link, and what is a device or a link
-        that leads out is left out (`skipped`).
-        """
-        return download(self._controller, self._id, guest_path(remote), Path(local), max_bytes=max_bytes)
-
-    def copy_to(self, path: GuestPath, other: Sandbox, to: GuestPath) -> CopyInfo:
-        """A file or directory into another sandbox. `to` is the name of the copy; a directory there is filled.
-
-        It goes through this process as it comes. The other one must be of the same daemon.
-        """
-        return copy(self._controller, self._id, guest_path(path), other.id, guest_path(to))
-
-    def list(self, path: GuestPath = ".") -> builtins.list[EntryInfo]:
-        listing = self._controller.list_files(self._id, guest_path(path))
-        if listing["truncated"]:
-            raise InvalidInput(f"{path} has more entries than are listed", hint="List it with: commands.run('ls …')")
-        return [EntryInfo.of(entry) for entry in listing["entries"]]
-
-    def exists(self, path: GuestPath) -> bool:
-        return self._find(path) is not None
-
-    def _find(self, path: GuestPath) -> FileInfo | None:
-        try:
-            return self._controller.stat_file(self._id, guest_path(path))
-        except ForkdError as error:
-            if not isinstance(error, NotFound) and error.code != "not_dir":
-                raise
-            self._controller.get_sandbox(self._id)  # raises when it is the sandbox that does not exist
-            return None
-
-    def get_info(self, path: GuestPath) -> EntryInfo:
-        return EntryInfo.of(self._controller.stat_file(self._id, guest_path(path)))
-
-    def remove(self, path: GuestPath) -> None:
-        """A directory with all that is in it."""
-        self._controller.remove_file(self._id, guest_path(path), True)
-
-    def rename(self, old_path: GuestPath, new_path: GuestPath) -> EntryInfo:
-        self._controller.rename_file(self._id, guest_path(old_path), guest_path(new_path))
-        return self.get_info(new_path)
-
-    def make_dir(self, path: GuestPath) -> bool:
-        """With its parents. False when it existed."""
-        found = self._find(path)
-        if found is not None and found["type"] == "dir":
-            return False
-        self._controller.make_dir(self._id, guest_path(path), True)
-        return True
-
-
-class Sandbox(Merging, Opening):
+class Sandbox(Merging, Opening, Branching):
     """Fork one from `tag` (else FORKD_TAG, else "pyagent"). In a `with` block it is killed at the end.
 
     With `spawn=False` the one whose guest_addr is `target` (else FORKD_TARGET) is found instead. `timeout` is for
@@ -359,23 +258,43 @@ class Sandbox(Merging, Opening):
     def console(self) -> str:
         return self._controller.sandbox_console(self._id)
 
-    def fork(self, count: int = 1) -> builtins.list[Self]:
-        """`count` new ones that go on from where this one is: a branch of it, and forks of that.
+    def fork(
+        self,
+        count: int = 1,
+        timeout: float | None = DEFAULT_LIFETIME_S,
+        *,
+        tag: str | None = None,
+        envs: Mapping[str, str] | None = None,
+        memory_limit_mib: int | None = None,
+        **options: Unpack[SandboxOptions],
+    ) -> Sandboxes[Self]:
+        """`count` new ones that go on from where this one is, all or none. It runs on itself.
 
-        When they cannot be forked the branch is deleted. An engine that cannot branch raises Unsupported.
+        They live as those of `create_many` do, and have this one's limits unless others are given. `tag` keeps the
+        state they start from as a snapshot; else nothing is left of it but them.
         """
-        new, leased = type(self).__new__, self._lease is not None
-        branch = self._controller.branch_sandbox(self._id)
-        try:
-            return spawn(
-                self._plain,
-                branch["tag"],
-                count,
-                lambda used, info, _: new(type(self))._attach(used, info, self._timeout, leased=leased),
-            )
-        except ForkdError:
-            self._controller.delete_snapshot(branch["tag"])
-            raise
+        leased, made = self._lease is not None, type(self)
+        return spawn(
+            self._plain,
+            tag,
+            count,
+            lambda used, info, renewal: made.__new__(made)._attach(used, info, self._timeout, renewal, leased=leased),
+            source_id=self._used(),
+            memory_limit_mib=memory_limit_mib,
+            timeout_secs=check_lifetime(timeout),
+            env=check_envs(envs),
+            **options,
+        )
+
+    def _used(self) -> str:
+        """Its id, for a call through the plain controller that uses it nevertheless."""
+        if self._renewal is not None:
+            self._renewal.use()
+        return self._id
+
+    def _lost(self) -> None:
+        self._stop_renewing()
+        self.close()
 
     def eval(self, code: str, timeout: float | None = None) -> str:
         """The repr of the last expression, "None" when there is none; what the code raised becomes EvalFailed."""

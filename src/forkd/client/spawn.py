@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
-from forkd.client.arguments import SpawnOptions
+from forkd.client.arguments import ForkOptions, choose_tag
 from forkd.client.controller import Controller
 from forkd.client.lifetime import Lifetime
 from forkd.client.renewal import Renewal
@@ -55,14 +55,18 @@ class Sandboxes(list[S]):
 
 def spawn(
     controller: Controller | None,
-    tag: str,
+    tag: str | None,
     n: int,
     attach: Attach[S],
     *,
+    source_id: str | None = None,
     memory_limit_mib: int | None = None,
-    **options: Unpack[SpawnOptions],
+    agent_port: int | None = None,
+    **options: Unpack[ForkOptions],
 ) -> Sandboxes[S]:
-    """`attach` makes the object of each. An interruption at any moment removes them again.
+    """Forks of the snapshot `tag`; or of the sandbox `source_id`, and `tag` is where that is kept.
+
+    `attach` makes the object of each. An interruption at any moment removes them again.
 
     No context manager does that: an interrupt could come in its own code, between its end and what follows.
     """
@@ -70,7 +74,19 @@ def spawn(
     try:
         with leased(controller) as used:
             begun = time.monotonic()
-            infos = used.spawn_sandboxes(tag, n, memory_limit_mib=memory_limit_mib, idempotency_key=key, **options)
+            if source_id is not None:
+                infos = used.fork_sandbox(
+                    source_id, n, tag=tag, memory_limit_mib=memory_limit_mib, idempotency_key=key, **options
+                )
+            else:
+                infos = used.spawn_sandboxes(
+                    choose_tag(tag),
+                    n,
+                    memory_limit_mib=memory_limit_mib,
+                    agent_port=agent_port,
+                    idempotency_key=key,
+                    **options,
+                )
             lifetime = Lifetime(options.get("timeout_secs"), begun)
             renewal = Renewal(used, {info["id"] for info in infos}, lifetime)
             return Sandboxes([attach(used, info, renewal) for info in infos], used, key)

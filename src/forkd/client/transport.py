@@ -7,7 +7,7 @@ The asynchronous one is for the event loop it is first used in; the synchronous 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -73,8 +73,11 @@ class Transport:
     def events(self, call: Call[Event]) -> Generator[Event, None, None]:
         return self._events(call, EventReader(self.place.name))
 
-    def download(self, call: Call[bytes]) -> Generator[bytes, None, None]:
-        return self._chunks(call, choose_timeout(call, self._timeout_s))
+    def download(
+        self, call: Call[bytes], on_response: Callable[[httpx.Response], None] | None = None
+    ) -> Generator[bytes, None, None]:
+        """`on_response` is told of the answer before its content is read."""
+        return self._chunks(call, choose_timeout(call, self._timeout_s), on_response)
 
     def close(self) -> None:
         self._pool.close()
@@ -109,12 +112,16 @@ class Transport:
                 yield from reader.feed(chunk)
         reader.finish()
 
-    def _chunks(self, call: Call[Any], timeout: httpx.Timeout) -> Generator[bytes, None, None]:
+    def _chunks(
+        self, call: Call[Any], timeout: httpx.Timeout, on_response: Callable[[httpx.Response], None] | None = None
+    ) -> Generator[bytes, None, None]:
         import httpx
 
         with self._pool.used() as client:
             response = self._exchange(client, call, timeout, stream=True)
             with closing(response):
+                if on_response is not None:
+                    on_response(response)
                 try:
                     for chunk in response.iter_bytes():
                         if self._renewal is not None:

@@ -64,6 +64,7 @@ _PATH = {"type": "string", "pattern": "^/", "maxLength": 4095}
 # Of paths
 SandboxId = Annotated[str, WithJsonSchema({"type": "string", "pattern": TAG_PATTERN})]
 TagInPath = Annotated[str, WithJsonSchema({"type": "string", "pattern": TAG_PATTERN})]
+UploadId = Annotated[str, WithJsonSchema({"type": "string", "pattern": "^[0-9a-f]{24}$"})]
 Pid = Annotated[int, Field(ge=1, le=(1 << 31) - 1), BeforeValidator(_check_digits)]
 
 # Of queries
@@ -101,18 +102,21 @@ class LimitedBody(Body):
         return Limits(self.memory_limit_mib, self.cpu_limit, self.pids_limit, self.io_limit_mib_s)
 
 
-class SpawnBody(LimitedBody):
+class ChildrenBody(LimitedBody):
+    timeout_secs: Deadline | None = None
+    on_timeout: Literal["kill", "pause"] = "kill"
+    env: Env = Field(default_factory=dict)
+    labels: Pairs = Field(default_factory=dict)
+    metadata: Pairs = Field(default_factory=dict)
+
+
+class SpawnBody(ChildrenBody):
     snapshot_tag: Tag
     n: int = Field(1, ge=1, le=MAX_CHILDREN)
     per_child_netns: bool = False
     prewarm: bool = False
     live_fork: bool = False
     hugepages: bool = False
-    timeout_secs: Deadline | None = None
-    on_timeout: Literal["kill", "pause"] = "kill"
-    env: Env = Field(default_factory=dict)
-    labels: Pairs = Field(default_factory=dict)
-    metadata: Pairs = Field(default_factory=dict)
     allow_partial: bool = False
     agent_port: Annotated[int, Field(ge=1, le=65535)] | None = None
 
@@ -136,6 +140,17 @@ class SnapshotBody(Body):
     rw: bool = False
     tap: str | None = None
     boot_wait_secs: int = Field(10, ge=0, le=MAX_BOOT_WAIT_S)
+
+
+class PackBody(Body):
+    """A pack that will be sent. `origin` is where it comes from: its key is remembered for that."""
+
+    tag: Tag | None = None
+    origin: str | None = Field(None, max_length=300)
+    trust: bool = False
+    unsigned: bool = False
+    force: bool = False
+    keep_anyway: bool = False
 
 
 class CompactBody(Body):
@@ -180,6 +195,40 @@ class BranchBody(Body):
     measure_diff: bool = False
     wait: bool = True
     parent_tag: Tag | None = None
+
+
+class ForkBody(ChildrenBody):
+    count: int = Field(1, ge=1, le=MAX_CHILDREN)
+    tag: Tag | None = None
+
+
+class CheckpointBody(Body):
+    name: Tag | None = None
+
+
+class RewindBody(Body):
+    to: Tag | None = None
+    discard: bool = False
+
+
+class PromoteBody(Body):
+    child: Tag
+
+
+class DeriveBody(Body):
+    tag: Tag
+    args: list[str] | None = None
+    shell: str | None = None
+    code: str | None = None
+    timeout_secs: float = Field(600.0, gt=0, le=MAX_WARM_SECONDS, allow_inf_nan=False)
+
+
+class PruneBody(Body):
+    keep_last: Annotated[int, Field(ge=0, le=MAX_ID)] | None = None
+    keep_tagged: bool = False
+    max_age_secs: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)] | None = None
+    max_bytes: Annotated[int, Field(ge=0, le=MAX_ID)] | None = None
+    dry_run: bool = False
 
 
 class TimeoutBody(Body):

@@ -15,18 +15,22 @@ from forkd.engines.base import Phases
 from forkd.guest.changes import Change, Clocks
 from forkd.guest.files import FileInfo as GuestFile
 from forkd.guest.results import CommandResult, EvalResult
+from forkd.runtime.checkpoints import Checkpoint
 from forkd.runtime.database import flatten
 from forkd.runtime.events import EventRecord
+from forkd.runtime.origin import TemplateView
 from forkd.runtime.processes import Exit, GuestProcess
 from forkd.runtime.registry import SandboxRecord
-from forkd.runtime.snapshots import SnapshotDetail, SnapshotView
+from forkd.runtime.snapshot_view import SnapshotDetail, SnapshotView
 from forkd.runtime.spawn import Spawned
-from forkd.runtime.templates import TemplateView
 from forkd.runtime.workspaces import WorkspaceRecord
 from forkd.wire.api import (
     ChangesHead,
+    CheckpointInfo,
     Event,
     FileInfo,
+    LineageSandbox,
+    LineageSnapshot,
     ProcessInfo,
     SandboxInfo,
     SnapshotInfo,
@@ -45,9 +49,8 @@ def render_sandbox(record: SandboxRecord) -> SandboxInfo:
         "netns": None,
         "guest_addr": f"127.0.0.1:{record.agent_port}",
         "created_at_unix": int(record.created_at_unix),
-        "has_branched": False,
+        "has_branched": record.branch_count > 0,
         "last_branch_memory_path": None,
-        "branch_count": 0,
     }
     return _render_same(SandboxInfo, record, **flatten(record) | other)
 
@@ -86,8 +89,10 @@ def render_snapshot(view: SnapshotView) -> SnapshotInfo:
         "created_at_unix": view.created_at_unix,
         "status": view.status,
         "bootable": view.status == "ready",
+        "usable": view.usable,
     }
     more: dict[str, object] = {"warning": view.warning, "code": view.code, "progress": view.progress}
+    more |= _render_branch(view)
     if view.manifest is not None:
         machine = view.manifest.machine
         more |= {
@@ -102,6 +107,45 @@ def render_snapshot(view: SnapshotView) -> SnapshotInfo:
     return cast(SnapshotInfo, info | {key: value for key, value in more.items() if value is not None})
 
 
+def _render_branch(view: SnapshotView) -> dict[str, object]:
+    """Of a snapshot that is, or is to be, a branch; what was made of others has only its parent."""
+    if (branch := view.branch) is not None:
+        return {
+            "parent_tag": branch.parent_tag,
+            "branched_from": branch.ancestry.parent_id,
+            "pause_ms": round(branch.pause_s * 1000),
+            "checkpoint": branch.checkpoint,
+            "auto": branch.auto,
+        }
+    manifest = view.manifest
+    if manifest is None:
+        return {}
+    found: dict[str, object] = {"parent_tag": manifest.parent.tag if manifest.parent else None}
+    if (origin := manifest.origin) is not None:
+        found |= {"branched_from": origin.branched_from, "pause_ms": origin.pause_ms, "diff_ms": origin.diff_ms}
+        found |= {"checkpoint": origin.checkpoint, "auto": origin.auto}
+        found |= {
+            "diff_physical_bytes": origin.bytes_written,
+            "diff_dirty_bytes": origin.bytes_dirty,
+            "diff_logical_bytes": manifest.machine.memory_mib * 2**20,
+        }
+    return found
+
+
+def render_checkpoint(checkpoint: Checkpoint) -> CheckpointInfo:
+    info = render_snapshot(checkpoint.view)
+    made: CheckpointInfo = {
+        "name": checkpoint.name,
+        "tag": info["tag"],
+        "created_at_unix": info["created_at_unix"],
+        "status": info["status"],
+        "pause_ms": info.get("pause_ms", 0),
+    }
+    if "diff_dirty_bytes" in info:
+        made["bytes_dirty"] = info["diff_dirty_bytes"]
+    return made
+
+
 def render_template(view: TemplateView) -> TemplateInfo:
     made_in_s, created_at_unix = round(view.made_in_s, 3), int(view.created_at_unix)
     return _render_same(TemplateInfo, view, made_in_seconds=made_in_s, created_at_unix=created_at_unix)
@@ -109,16 +153,36 @@ def render_template(view: TemplateView) -> TemplateInfo:
 
 def render_snapshot_detail(detail: SnapshotDetail) -> SnapshotInfoDetail:
     view = detail.view
-    return {
+    info: SnapshotInfoDetail = {
         "tag": view.tag,
         "dir": str(view.directory),
         "created_at_unix": view.created_at_unix,
         "memory_logical_bytes": detail.memory_logical_bytes,
         "memory_physical_bytes": detail.memory_physical_bytes,
         "vmstate_bytes": detail.vmstate_bytes,
-        "chain_depth": 0,
-        "dependents": [],
-        "ancestors": [],
+        "chain_depth": len(detail.ancestors),
+        "dependents": list(detail.dependents),
+        "ancestors": list(detail.ancestors),
+        "unique_bytes": detail.unique_bytes,
+    }
+    if view.manifest is not None and (parent := view.manifest.parent) is not None:
+        info["parent_tag"], info["parent_content_hash"] = parent.tag, parent.hash
+    return info
+
+
+def render_lineage(detail: SnapshotDetail, sandboxes: list[LineageSandbox]) -> LineageSnapshot:
+    info, branch = render_snapshot(detail.view), _render_branch(detail.view)
+    return {
+        "tag": info["tag"],
+        "parent_tag": cast("str | None", branch.get("parent_tag")),
+        "branched_from": cast("str | None", branch.get("branched_from")),
+        "checkpoint": cast("str | None", branch.get("checkpoint")),
+        "auto": bool(branch.get("auto")),
+        "status": info["status"],
+        "created_at_unix": info["created_at_unix"],
+        "depth": len(detail.ancestors),
+        "unique_bytes": detail.unique_bytes,
+        "sandboxes": sandboxes,
     }
 
 
@@ -126,6 +190,8 @@ def render_workspace(record: WorkspaceRecord) -> WorkspaceInfo:
     info = _render_same(WorkspaceInfo, record)
     if record.live_sandbox_id is not None:
         info["live_sandbox_id"] = record.live_sandbox_id
+    if record.current_state_tag is not None:
+        info["current_state_tag"] = record.current_state_tag
     return info
 
 

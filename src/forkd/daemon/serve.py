@@ -30,8 +30,9 @@ from forkd.host.paths import Home
 from forkd.host.system import allow_open_files, most_open_files
 from forkd.image import ImageStore
 from forkd.runtime.doctor import open_engine
+from forkd.runtime.lineage import LineagePolicy
+from forkd.runtime.origin import TemplatePolicy
 from forkd.runtime.runtime import Runtime, RuntimeOptions
-from forkd.runtime.templates import TemplatePolicy
 
 DRAIN_S = 10.0
 _IDLE_LOOK_S = 0.5
@@ -85,7 +86,17 @@ async def _serve(home: Home, settings: Settings, stop: Stop) -> None:
     if settings.unenforced_limits == "drop" and (lack := find_lack(find_place(), *LIMITS)):
         log.warning("Sandboxes run without limits that cannot be enforced: %s", lack.reason)
     templates = TemplatePolicy(settings.templates, settings.template_memory_mib)
-    options = RuntimeOptions(settings.on_stop, settings.unenforced_limits, templates)
+    lineage = LineagePolicy(
+        settings.max_fork_depth,
+        settings.max_fork_children,
+        settings.max_lineage_sandboxes,
+        settings.max_lineage_memory_mib,
+        settings.max_token_sandboxes,
+        settings.max_token_memory_mib,
+    )
+    options = RuntimeOptions(
+        settings.on_stop, settings.unenforced_limits, templates, lineage, settings.branch_concurrency
+    )
     async with Runtime.opened(home, engine, options) as runtime:
         only_loopback = settings.bind is None or settings.bind.loopback
         tcp = TcpAccess(keyring, listens=settings.bind is not None, only_loopback=only_loopback)
@@ -153,8 +164,9 @@ async def _until_stopped(daemon: Daemon, stopping: asyncio.Event) -> None:
 
 
 def is_idle(daemon: Daemon) -> bool:
-    activity = daemon.activity
-    if daemon.runtime.snapshots.in_flight or any(daemon.runtime.sandboxes.counts().values()):
+    activity, runtime = daemon.activity, daemon.runtime
+    in_flight = runtime.snapshots.in_flight or runtime.packs.in_flight
+    if in_flight or any(runtime.sandboxes.counts().values()):
         activity.touch()
         return False
     return 0 < activity.idle_exit_s <= activity.idle_s()

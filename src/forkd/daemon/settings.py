@@ -13,8 +13,10 @@ from typing import Annotated, Any, Literal, get_type_hints
 from forkd.engines.table import ENGINES
 from forkd.errors import InvalidInput
 from forkd.host.paths import Home
+from forkd.runtime.branches import DEFAULT_AT_ONCE
 from forkd.runtime.doctor import AUTO
-from forkd.runtime.templates import DEFAULT_POLICY
+from forkd.runtime.lineage import DEFAULT_LINEAGE_POLICY
+from forkd.runtime.origin import DEFAULT_POLICY
 from forkd.wire.endpoint import DEFAULT_BIND, SOCKET_NAME
 
 NONE = "none"
@@ -145,6 +147,29 @@ class Settings:
     ]
     template_memory_mib: Annotated[
         int, _number(1024 * 1024, DEFAULT_POLICY.memory_mib, "memory that all templates together may hold", "MIB")
+    ]
+
+    branch_concurrency: Annotated[
+        int, _number(1024, DEFAULT_AT_ONCE, "branches that may be written at once", "N", least=1)
+    ]
+    max_fork_depth: Annotated[
+        int, _number(10**6, DEFAULT_LINEAGE_POLICY.fork_depth, "forks of forks of forks; 0: any number", "N")
+    ]
+    max_fork_children: Annotated[
+        int, _number(10**6, DEFAULT_LINEAGE_POLICY.fork_children, "live forks of one sandbox; 0: any number", "N")
+    ]
+    max_lineage_sandboxes: Annotated[
+        int,
+        _number(10**6, DEFAULT_LINEAGE_POLICY.lineage_sandboxes, "live sandboxes of one line; 0: any number", "N"),
+    ]
+    max_lineage_memory_mib: Annotated[
+        int, _number(1 << 30, DEFAULT_LINEAGE_POLICY.lineage_memory_mib, "memory that only they hold; 0: any", "MIB")
+    ]
+    max_token_sandboxes: Annotated[
+        int, _number(10**6, DEFAULT_LINEAGE_POLICY.token_sandboxes, "live sandboxes of one token; 0: any number", "N")
+    ]
+    max_token_memory_mib: Annotated[
+        int, _number(1 << 30, DEFAULT_LINEAGE_POLICY.token_memory_mib, "memory that only they hold; 0: any", "MIB")
     ]
 
     def __post_init__(self) -> None:

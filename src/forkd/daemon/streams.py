@@ -129,17 +129,29 @@ async def start_content(call: Call, content: Pieces, media_type: str = BYTES) ->
 
 
 class Content(Response):
-    """Of unknown length. When it fails half-way the connection is aborted: it must not look complete."""
+    """Of unknown length, unless the headers say it.
 
-    def __init__(self, first: bytes, rest: Pieces, media_type: str) -> None:
-        super().__init__(None, 200, media_type=media_type)
+    When it fails half-way the connection is aborted: it must not look complete.
+    """
+
+    def __init__(
+        self,
+        first: bytes,
+        rest: Pieces,
+        media_type: str = BYTES,
+        *,
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(None, status, media_type=media_type)
         del self.headers["content-length"]
+        self.headers.update(headers or {})
         self._first = first
         self._rest = rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call: Call = scope[CALL]
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async with call.while_connected(), aclosing(self._rest) as rest:
                 data = self._first

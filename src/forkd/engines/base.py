@@ -8,8 +8,8 @@ tests/engines runs the same tests over all rows of the table. What they hold an 
    it by looking at processes. The directory is made by the engine and holds all of the VM's sockets and logs.
 2. `boot` and `fork` return once the process exists; `running` waits for the guest. When one of them raises, no
    process, directory or control group is left.
-3. `fork` maps the parent's memory privately: no child can change what another one reads. The files of a snapshot are
-   never written to after `freeze`.
+3. `fork` maps the parent's memory privately, and over it the runs of layers: no child can change what another one
+   reads. The files of a snapshot are never written to after `freeze` or `save`.
 4. The stream of `connect` takes bytes before the guest runs, where the engine can: a child finds its new identity
    waiting when it wakes up. A second stream is served once the first one is closed.
 5. `death` is set exactly once, however the VM ended, with a reason a user can act on. OUT_OF_MEMORY only when its
@@ -20,7 +20,9 @@ tests/engines runs the same tests over all rows of the table. What they hold an 
 8. Parents and templates die with us. Forks do too, unless the engine was opened with `outlive`.
 9. A snapshot of another host or VMM version is refused by `check`, before a VM is started, with what was expected
    and what was found.
-10. Errors are EngineFailed, GuestDied, GuestTimeout, NotForkable, SnapshotIncompatible or Unsupported (errors.py). What
+10. A VM that was saved is paused as before: it can go on, be forked, adopted and saved again. What was saved and its
+    memory at that time are one instant. A host that cannot save says so with Unsupported; `fork` of a layer too.
+11. Errors are EngineFailed, GuestDied, GuestTimeout, NotForkable, SnapshotIncompatible or Unsupported (errors.py). What
     the VMM printed goes into `details`.
 """
 
@@ -40,10 +42,15 @@ from typing import Any, Protocol
 from forkd.errors import SnapshotIncompatible, Unsupported
 from forkd.host.finding import Finding, Status
 from forkd.host.marked import Marked
+from forkd.host.pages import LiveMemory
 from forkd.model.machine import NO_LIMITS, Limits, MachineSpec
+from forkd.model.memory import Run
 from forkd.model.sandbox import Way as Way
 
 CONSOLE_TAIL_BYTES = 4096
+# What the files of a frozen VM are called, of engines that have them.
+MEMORY_FILE = "memory"
+STATE_FILE = "state"
 
 _PLAIN = "console=ttyS0 quiet loglevel=4 panic=-1 oops=panic no_timer_check tsc=reliable random.trust_cpu=on"
 # What wakes an idle guest for its own sake: watchdogs (which also take a slow host for a hung one), statistics of
@@ -78,6 +85,21 @@ class Frozen:
     boot: BootSpec
     platform: Mapping[str, str]
     rehearsal: str | None = None  # what a template of it evaluates, so that its forks find that warm
+    memory: Path | None = None  # the root's memory file; None: it is in the directory
+    runs: tuple[Run, ...] = ()  # what lies over it, of layers
+    settled: bool = True  # frozen after its agent prepared for that; see Engine.fork_live
+
+    @property
+    def memory_file(self) -> Path:
+        return self.memory or self.directory / MEMORY_FILE
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What is to know about a VM that was saved. `memory`: where its memory is; None where the engine has none."""
+
+    platform: Mapping[str, str]
+    memory: LiveMemory | None
 
 
 class ExitReason(enum.Enum):
@@ -154,6 +176,9 @@ class Machine(Protocol):
     def pid(self) -> int: ...
 
     @property
+    def directory(self) -> Path: ...
+
+    @property
     def phases(self) -> Phases: ...
 
     @property
@@ -205,8 +230,11 @@ class Engine(Protocol):
     def why_no_live_forks(self) -> str | None:
         """Why `template` and `fork_live` raise Unsupported on this host; None where they work."""
 
-    async def template(self, frozen: Frozen, directory: Path) -> Machine:
-        """A child whose guest runs and which is only there to be forked, by `fork_live`. It dies with us."""
+    async def template(self, frozen: Frozen, directory: Path, *, run: bool = True) -> Machine:
+        """A child whose guest runs and which is only there to be forked, by `fork_live`. It dies with us.
+
+        Without `run` its guest stands still where it was frozen.
+        """
 
     async def fork_live(
         self,
@@ -226,6 +254,13 @@ class Engine(Protocol):
         is as it was; Unsupported where the engine cannot.
         """
 
+    async def save(self, machine: Machine, into: Path) -> Saved:
+        """The device state of a paused VM into `into` (a file `state`; fake: `journal`).
+
+        It stays paused, and can go on, be forked or saved again afterwards. Its memory is for the caller to read before
+        it goes on. Raises Unsupported, with the reason, where a VM cannot be saved.
+        """
+
     async def adopt(self, directory: Path, leader: Marked | None = None) -> Machine:
         """Take over a VM that another process left in `directory`. `leader` saves the search where it is known already.
 
@@ -241,7 +276,7 @@ class WithoutLiveForks:
     def why_no_live_forks(self) -> str | None:
         return f"the engine {self.name} cannot do it yet"
 
-    async def template(self, frozen: Frozen, directory: Path) -> Machine:
+    async def template(self, frozen: Frozen, directory: Path, *, run: bool = True) -> Machine:
         raise self._unsupported()
 
     async def fork_live(self, *_: Any, **__: Any) -> Machine:

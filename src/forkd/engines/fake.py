@@ -25,6 +25,7 @@ from forkd.engines.base import (
     Frozen,
     Machine,
     Phases,
+    Saved,
     Verdict,
     WithoutLiveForks,
     check_same,
@@ -52,6 +53,8 @@ from forkd.wire.agent import EVAL, MORE, REPLY, Joiner, Parser, WireError, encod
 _JOURNAL = "journal"
 _READ_BYTES = 64 * 1024
 _REPLAY_DEADLINE_S = 60.0
+_STOP_DEADLINE_S = 10.0
+_POLL_S = 0.001
 
 # Our own path instead of what `site` would look for: it is a third of an interpreter's start.
 _START = """\
@@ -82,6 +85,17 @@ class FakeMachine(ProcessMachine):
     async def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
         self._paused = False
+
+    async def save(self, into: Path) -> None:
+        if not self._paused:
+            raise EngineFailed("Only a paused VM can be saved", hint="Pause it first")
+        await self.running()
+        async with asyncio.timeout(_STOP_DEADLINE_S):
+            while True:
+                if is_stopped(self.pid):
+                    break
+                await asyncio.sleep(_POLL_S)  # the signal is on its way
+        self.copy_journal(into)
 
     def copy_journal(self, into: Path) -> None:
         shutil.copyfile(self._directory / _JOURNAL, into / _JOURNAL)
@@ -118,10 +132,18 @@ class FakeEngine(WithoutLiveForks):
         assert isinstance(machine, FakeMachine)
         machine.copy_journal(into)
         await machine.kill()
-        return {"python": sys.version.split()[0]}
+        return _platform()
+
+    async def save(self, machine: Machine, into: Path) -> Saved:
+        assert isinstance(machine, FakeMachine)
+        try:
+            await machine.save(into)
+        except (OSError, TimeoutError) as error:
+            raise EngineFailed("What the fake guest did could not be saved") from error
+        return Saved(_platform(), None)
 
     def check(self, frozen: Frozen) -> None:
-        check_same("python", frozen.platform.get("python"), sys.version.split()[0])
+        check_same("python", frozen.platform.get("python"), _platform()["python"])
 
     async def fork(self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
         past = parse_journal((frozen.directory / _JOURNAL).read_bytes())
@@ -159,6 +181,10 @@ class FakeEngine(WithoutLiveForks):
         if client is not None:
             machine.replay(past, client)
         return machine
+
+
+def _platform() -> dict[str, str]:
+    return {"python": sys.version.split()[0]}
 
 
 def render_command(listener: int, directory: Path) -> list[str]:

@@ -106,6 +106,10 @@ class ProcessMachine:
         process.exited.add_done_callback(self._on_exit)
 
     @property
+    def directory(self) -> Path:
+        return self._directory
+
+    @property
     def pid(self) -> int:
         return self._process.pid
 

@@ -26,6 +26,23 @@ POINTS = (
     "snapshot.frozen",
     "snapshot.sealed",
     "snapshot.published",  # under its tag, the record still says writing
+    "branch.recorded",  # nothing but the record
+    "branch.forked",  # a fork that never runs exists, and is in no record
+    "branch.saved",  # its device state is in the staging directory
+    "branch.pages",  # and what differs of its memory
+    "branch.sealed",
+    "branch.published",  # under its tag, the record still says writing
+    "rewind.forked",  # another VM has the sandbox's identity, the row names the old one
+    "rewind.recorded",  # the row names the new one, the old one still runs
+    "suspend.written",  # the state is on disk, the workspace does not name it
+    "suspend.recorded",  # the workspace names it, the sandbox still runs
+    "unpack.staged",  # all of a pack is written and checked, nothing is visible
+    "unpack.image",  # its image is there
+    "unpack.published",  # one snapshot of its chain is there
+    "layer.pages",  # written, their index is not
+    "layer.sealed",
+    "compact.written",  # whole, and not sealed
+    "delete.renamed",  # a snapshot has lost its tag, its files are there
     "delete.marked",
     "delete.killed",  # no process, the row still says stopping
     "delete.removed",

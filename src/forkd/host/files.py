@@ -14,11 +14,12 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forkd.errors import Conflict, NoCapacity, SnapshotDamaged
+from forkd.host.chunks import count_chunks, hash_chunks, join_hashes, render_place
 from forkd.host.tools import find_tool
 from forkd.host.trees import remove_directory
 
@@ -89,6 +90,12 @@ def staged_directory(final: Path, *, replace: bool = False) -> Iterator[Path]:
         yield staging
         _sync_tree(staging)
         _publish(staging, final, replace=replace)
+
+
+def publish_directory(staging: Path, final: Path, *, replace: bool = False) -> None:
+    """Sync a directory that is complete and give it its name. What had that name is then in `staging`."""
+    _sync_tree(staging)
+    _publish(staging, final, replace=replace)
 
 
 def sweep_staging(parent: Path) -> list[Path]:
@@ -202,8 +209,11 @@ def _remove_unheld(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class FileSum:
+    """With `chunks`, the hashes of its chunks, `sha256` is that of those; without, of the file's bytes."""
+
     size: int
     sha256: str
+    chunks: tuple[str, ...] = ()
 
 
 def digest_file(path: Path) -> FileSum:
@@ -211,12 +221,20 @@ def digest_file(path: Path) -> FileSum:
         return FileSum(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
+def digest_chunks(path: Path) -> FileSum:
+    size, chunks = hash_chunks(path)
+    return FileSum(size, join_hashes(chunks), chunks)
+
+
 def dump_sums(sums: Mapping[str, FileSum]) -> dict[str, Any]:
-    return {name: asdict(entry) for name, entry in sums.items()}
+    return {
+        name: {"size": entry.size, "sha256": entry.sha256, **({"chunks": list(entry.chunks)} if entry.chunks else {})}
+        for name, entry in sums.items()
+    }
 
 
 def parse_sums(raw: object) -> dict[str, FileSum]:
-    """Raises ValueError on anything but {name: {size, sha256}}."""
+    """Raises ValueError on anything but {name: {size, sha256, chunks?}}."""
     if not isinstance(raw, dict):
         raise ValueError("not a table of files")
     sums = {}
@@ -227,8 +245,16 @@ def parse_sums(raw: object) -> dict[str, FileSum]:
         size, sha256 = entry.get("size"), entry.get("sha256")
         if type(size) is not int or not isinstance(sha256, str):
             raise ValueError(f"bad entry for file {name!r}")
-        sums[name] = FileSum(size, sha256)
+        sums[name] = FileSum(size, sha256, _parse_chunks(entry.get("chunks", []), size, sha256))
     return sums
+
+
+def _parse_chunks(raw: object, size: int, sha256: str) -> tuple[str, ...]:
+    if not isinstance(raw, list) or (raw and len(raw) != count_chunks(size)):
+        raise ValueError("not the chunks of that file")
+    if raw and (not all(isinstance(chunk, str) and len(chunk) == 64 for chunk in raw) or join_hashes(raw) != sha256):
+        raise ValueError("not the hashes of chunks")
+    return tuple(raw)
 
 
 def verify_sizes(directory: Path, sums: Mapping[str, FileSum], *, what: str, hint: str) -> dict[str, os.stat_result]:
@@ -245,10 +271,11 @@ def verify_sizes(directory: Path, sums: Mapping[str, FileSum], *, what: str, hin
     return seen
 
 
-def verify_files(directory: Path, sums: Mapping[str, FileSum], *, what: str, hint: str) -> None:
-    """Raise SnapshotDamaged, naming the file, unless each is present, whole and unaltered.
+def verify_files(directory: Path, sums: Mapping[str, FileSum], *, what: str, hint: str, anew: bool = False) -> None:
+    """Raise SnapshotDamaged, naming the file and its chunk, unless each is present, whole and unaltered.
 
-    A file that passed is not read again until its inode, size or times change: a fork must not hash 512 MiB.
+    A file that passed is not read again until its inode, size or times change: a fork must not hash 512 MiB. `anew`:
+    all are read.
     """
     remembered = _read_stamps(directory)
     looked_at_ns = time.time_ns()
@@ -256,15 +283,25 @@ def verify_files(directory: Path, sums: Mapping[str, FileSum], *, what: str, hin
     for name, info in verify_sizes(directory, sums, what=what, hint=hint).items():
         sha256 = sums[name].sha256
         stamp = f"{info.st_dev}:{info.st_ino}:{info.st_size}:{info.st_mtime_ns}:{info.st_ctime_ns}:{sha256}"
-        if remembered.get(name) != stamp:
-            with _damage_named(name, what, hint):
-                found = digest_file(directory / name)
-            if found.sha256 != sha256:
-                raise SnapshotDamaged(f"The file {name} of {what} was altered: its checksum does not match", hint=hint)
+        if anew or remembered.get(name) != stamp:
+            _verify_content(directory / name, sums[name], what=what, hint=hint)
         if looked_at_ns - info.st_ctime_ns > _CLOCK_STEP_NS:
             stamps[name] = stamp
     if stamps != remembered:
         _write_stamps(directory, stamps)
+
+
+def _verify_content(path: Path, wanted: FileSum, *, what: str, hint: str) -> None:
+    with _damage_named(path.name, what, hint):
+        found = digest_chunks(path) if wanted.chunks else digest_file(path)
+    if found.sha256 == wanted.sha256:
+        return
+    altered = f"The file {path.name} of {what} was altered"
+    for number, (was, now) in enumerate(zip(wanted.chunks, found.chunks, strict=False)):
+        if was != now:
+            place = render_place(number, wanted.size)
+            raise SnapshotDamaged(f"{altered}: chunk {number} of {path.name}, {place}, does not match", hint=hint)
+    raise SnapshotDamaged(f"{altered}: its checksum does not match", hint=hint)
 
 
 @contextmanager

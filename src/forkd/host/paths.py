@@ -44,6 +44,14 @@ class Home:
         return self.root / "tokens.json"
 
     @property
+    def signing_key(self) -> Path:
+        return self.root / "signing.key"
+
+    @property
+    def trust(self) -> Path:
+        return self.root / "trust.json"
+
+    @property
     def config(self) -> Path:
         return self.root / "forkd.toml"
 

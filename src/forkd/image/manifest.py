@@ -101,9 +101,8 @@ def compose_manifest(
     for role in ROLES:
         piece, name = chosen[role]
         files[role] = FileRef(piece.name, name, piece.files[name])
-    content = json.dumps([FORMAT, *(files[role].sum.sha256 for role in ROLES)])
     return Manifest(
-        id=hashlib.sha256(content.encode()).hexdigest()[:32],
+        id=digest_id({role: file.sum.sha256 for role, file in files.items()}),
         created=created,
         kernel_version=facts["kernel_version"],
         python=facts["python"],
@@ -113,6 +112,12 @@ def compose_manifest(
         files=files,
         inputs=tuple(piece.name for piece in inputs),
     )
+
+
+def digest_id(sums: Mapping[str, str]) -> str:
+    """The id of the image whose files have these digests."""
+    content = json.dumps([FORMAT, *(sums[role] for role in ROLES)])
+    return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def render_manifest(manifest: Manifest) -> bytes:

@@ -11,9 +11,10 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from forkd.errors import SnapshotDamaged
@@ -32,6 +33,7 @@ from forkd.host.trees import remove_directory
 
 FORMAT = 1
 _DESCRIPTION = "piece.json"
+_NO_FACTS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -116,14 +118,20 @@ def _make_piece(pieces: Path, name: str, make: Make) -> Piece:
         work.mkdir()
         facts = make(staging, work)
         remove_tree(work)
-        sums = {path.name: digest_file(path) for path in sorted(staging.iterdir())}
-        value = {"format": FORMAT, "created": time.time(), "files": dump_sums(sums), "facts": facts}
-        write_atomic(staging / _DESCRIPTION, json.dumps(value, indent=1).encode())
-        # The VMM may run as another user.
-        for name_inside in sums:
-            (staging / name_inside).chmod(0o644)
-        staging.chmod(0o755)
+        describe_piece(staging, {path.name: digest_file(path) for path in sorted(staging.iterdir())}, facts)
     return load_piece(pieces / name)
+
+
+def describe_piece(
+    directory: Path, sums: Mapping[str, FileSum], facts: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Complete a piece whose files are there."""
+    value = {"format": FORMAT, "created": time.time(), "files": dump_sums(sums), "facts": dict(facts)}
+    write_atomic(directory / _DESCRIPTION, json.dumps(value, indent=1).encode())
+    # The VMM may run as another user.
+    for name_inside in sums:
+        (directory / name_inside).chmod(0o644)
+    directory.chmod(0o755)
 
 
 def _has_size(path: Path, size: int) -> bool:

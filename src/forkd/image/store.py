@@ -11,13 +11,23 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
 from forkd.errors import Conflict, HostLacks, InvalidInput, NotFound, SnapshotDamaged
-from forkd.host.files import enough_disk, locked, staged_directory, sweep_staging, verify_files, write_atomic
+from forkd.host.files import (
+    STAGING_PREFIX,
+    enough_disk,
+    locked,
+    publish_directory,
+    scratch_directory,
+    staged_directory,
+    sweep_staging,
+    verify_files,
+    write_atomic,
+)
 from forkd.host.paths import Home
 from forkd.host.trees import remove_directory
 from forkd.image.build import build_pieces, describe_source
@@ -30,8 +40,9 @@ from forkd.image.manifest import (
     parse_manifest,
     render_manifest,
 )
-from forkd.image.pieces import collect_pieces, sweep_pieces
+from forkd.image.pieces import collect_pieces, describe_piece, sweep_pieces
 from forkd.image.spec import ImageSpec, Progress, Silent
+from forkd.image.transfer import IMPORTED, Parts, describe_facts
 from forkd.model.names import ImageName, parse_image_name
 
 _NO_USE: Mapping[str, Sequence[str]] = MappingProxyType({})
@@ -125,6 +136,57 @@ class ImageStore:
         self._collect()
         return dropped
 
+    def get_parts(self, image_id: str) -> Parts:
+        """What an image is, and its files by role, verified: for a pack."""
+        self.open(image_id)
+        manifest = self._load(image_id)
+        files = {role: (self._pieces / file.piece / file.name, file.sum) for role, file in manifest.files.items()}
+        return Parts(describe_facts(manifest), files)
+
+    def has(self, image_id: str) -> bool:
+        """Whether it is here, and whole."""
+        try:
+            self.open(image_id)
+        except (NotFound, SnapshotDamaged):
+            return False
+        return True
+
+    @contextmanager
+    def received(self, manifest: Manifest) -> Iterator[tuple[Path, Callable[[], None]]]:
+        """A directory for the files of an image from elsewhere, by their roles; and what publishes it, without a name.
+
+        The caller has compared the files with the sums of the manifest.
+        """
+        self._prepare()
+        piece = next(iter(manifest.files.values())).piece
+        with enough_disk(self._images), locked(self._building, shared=True):
+            sweep_staging(self._pieces)
+            with scratch_directory(self._pieces) as staging:
+                work = staging / piece
+                work.mkdir()
+
+                def publish() -> None:
+                    describe_piece(work, {file.name: file.sum for file in manifest.files.values()})
+                    publish_directory(work, self._pieces / piece)
+                    with locked(self._changing):
+                        self._publish_manifest(manifest)
+
+                yield work, publish
+
+    def drop_unused_imports(self, in_use: Collection[str]) -> None:
+        """After a crash: images that came with a pack whose snapshots did not come."""
+        if not any(path.name.startswith((IMPORTED, STAGING_PREFIX)) for path in self._pieces.glob("*")):
+            return
+        with locked(self._changing):
+            kept = {*in_use, *self._read_names().values()}
+            for image_id in [each for each in self._ids() if each not in kept]:
+                try:
+                    if all(piece.startswith(f"{IMPORTED}-") for piece in self._load(image_id).pieces):
+                        self._drop(image_id)
+                except (NotFound, SnapshotDamaged):
+                    continue
+        self._collect()
+
     def _prepare(self) -> None:
         try:
             with enough_disk(self._images):
@@ -141,6 +203,11 @@ class ImageStore:
         return manifest.image(self._images / manifest.id, self._pieces, name)
 
     def _publish(self, manifest: Manifest, name: ImageName) -> None:
+        self._publish_manifest(manifest)
+        if self._read_names().get(name) != manifest.id:
+            write_atomic(self._names / name, manifest.id.encode())
+
+    def _publish_manifest(self, manifest: Manifest) -> None:
         directory = self._images / manifest.id
         try:
             # It may name other pieces with the same content, one of them damaged meanwhile.
@@ -151,8 +218,6 @@ class ImageStore:
             with staged_directory(directory, replace=True) as staging:
                 write_atomic(staging / MANIFEST_FILE, render_manifest(manifest))
                 staging.chmod(0o755)
-        if self._read_names().get(name) != manifest.id:
-            write_atomic(self._names / name, manifest.id.encode())
 
     def _drop(self, image_id: str) -> None:
         # First, so that what is left when we are stopped half-way does not count as an image.

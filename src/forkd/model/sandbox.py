@@ -66,6 +66,7 @@ class SandboxSpec:
     workspace: str | None = None
     agent_port: int | None = None
     allow_partial: bool = False
+    owner: str | None = None  # the name of the token that asks
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout_s)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from forkd.engines.base import ExitReason, Machine
-from forkd.errors import AgentError, ChannelClosed, ForkdError, GuestDied, GuestTimeout
+from forkd.errors import AgentError, ChannelClosed, Conflict, ForkdError, GuestDied, GuestTimeout
 from forkd.guest.agent import Agent
 from forkd.guest.identity import ForkProof
 from forkd.model.names import Identity
@@ -34,6 +34,11 @@ class Child:
     @property
     def id(self) -> str:
         return self.identity.sandbox_id
+
+    @property
+    def vm(self) -> str:
+        """The name of its directory."""
+        return self.machine.directory.name
 
     async def kill(self) -> None:
         self.agent.close()
@@ -76,12 +81,21 @@ class LiveSandbox:
     @asynccontextmanager
     async def answering(self) -> AsyncIterator[LiveSandbox]:
         """With an agent to talk to; a channel that is lost inside the block is explained by what became of the VM."""
+        machine = self.machine
         try:
-            if self._agent is None or self._agent.channel.closed:
-                await self.connect()
+            await self.reach()
             yield self
         except ForkdError as error:
-            await raise_explained(error, self.machine, "it was asked")
+            if self.machine is not machine and isinstance(error, ChannelClosed):
+                raise Conflict(f"Sandbox {self.id} was moved to another moment while it was asked") from error
+            await raise_explained(error, machine, "it was asked")
+
+    def move_to(self, machine: Machine, agent: Agent) -> Machine:
+        """Another VM takes the place of its own, which is returned, to be ended."""
+        self.hang_up()
+        old, self.machine, self._agent = self.machine, machine, agent
+        self.processes = Processes(lambda: self.agent)
+        return old
 
     @asynccontextmanager
     async def turn(self, kind: Turn) -> AsyncIterator[None]:
@@ -101,6 +115,11 @@ class LiveSandbox:
             yield
         finally:
             gate.release()
+
+    async def reach(self) -> None:
+        """Have a client at its agent."""
+        if self._agent is None or self._agent.channel.closed:
+            await self.connect()
 
     async def connect(self) -> None:
         """Anew, when the channel was never there or was lost while the VM lives."""

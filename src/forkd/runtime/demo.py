@@ -23,7 +23,8 @@ from forkd.model.names import parse_tag
 from forkd.runtime.child import Child
 from forkd.runtime.fork import fork_children, fork_one, kill_all, new_identities
 from forkd.runtime.freeze import Warmup, boot_spec, booted, create_snapshot, frozen_of, warm_up
-from forkd.runtime.templates import Template, Templates
+from forkd.runtime.origin import Template
+from forkd.runtime.templates import Templates
 from forkd.store.snapshots import Snapshot, SnapshotStore
 
 TAG = parse_tag("demo")

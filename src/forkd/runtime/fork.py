@@ -20,7 +20,9 @@ from forkd.model.names import Identity, new_identity
 from forkd.model.sandbox import new_sandbox_id
 from forkd.runtime.admission import admit_children, look, starts_at_once
 from forkd.runtime.child import Child, raise_explained
-from forkd.runtime.templates import Template, fork_machine
+from forkd.runtime.origin import Template
+from forkd.runtime.templates import fork_machine
+from forkd.wire.agent import padding
 
 _MORE_ATTEMPTS = 2
 # A VMM whose channel just closed is dying, as a rule.
@@ -43,7 +45,7 @@ def new_identities(n: int, *, env: Mapping[str, str] | None = None) -> list[Iden
 
 async def fork_children(
     engine: Engine,
-    frozen: Frozen,
+    frozen: Frozen | None,
     identities: Sequence[Identity],
     directory: Path,
     *,
@@ -61,7 +63,7 @@ async def fork_children(
     """
     capacity = look()
     admit_children(1 if allow_partial else parse_count(len(identities)), capacity, child_mib(template))
-    engine.check(frozen)
+    _check(engine, frozen)
     gate = gate or asyncio.Semaphore(starts_at_once(capacity))
     ready: dict[str, Child] = {}
     errors: dict[str, ForkdError] = {}
@@ -100,6 +102,11 @@ async def fork_children(
     return Forked([ready[one.sandbox_id] for one in identities if one.sandbox_id in ready], errors)
 
 
+def _check(engine: Engine, frozen: Frozen | None) -> None:
+    if frozen is not None:
+        engine.check(frozen)
+
+
 def child_mib(template: Template | None) -> int:
     """What the next child is expected to need."""
     return FORKED_CHILD_MIB if template and template.usable else CHILD_MIB
@@ -107,19 +114,25 @@ def child_mib(template: Template | None) -> int:
 
 async def fork_one(
     engine: Engine,
-    frozen: Frozen,
+    frozen: Frozen | None,
     identity: Identity,
     directory: Path,
     limits: Limits = NO_LIMITS,
     template: Template | None = None,
+    *,
+    name: str | None = None,
 ) -> Child:
-    """One child that has kept the fork contract; one that has not is killed before the error is raised."""
+    """One child that has kept the fork contract; one that has not is killed before the error is raised.
+
+    `name`: of its directory, where that is not its id.
+    """
     try:
-        machine = await fork_machine(engine, frozen, directory / identity.sandbox_id, limits, template)
+        machine = await fork_machine(engine, frozen, directory / (name or identity.sandbox_id), limits, template)
         fault_point("spawn.started")
         forked = machine.phases.way is Way.FORK
         with template.judged(limits) if template and forked else contextlib.nullcontext():
-            return await prove(machine, identity)
+            settled = template.settled if template and forked else frozen is None or frozen.settled
+            return await prove(machine, identity, settled=settled)
     except (EngineFailed, GuestDied, GuestTimeout) as error:
         if limits != NO_LIMITS:
             limited = f"Its limits may be too low for the guest: {limits}"
@@ -127,12 +140,15 @@ async def fork_one(
         raise
 
 
-async def prove(machine: Machine, identity: Identity) -> Child:
-    """Give it an identity of its own and have it prove that, or kill it."""
+async def prove(machine: Machine, identity: Identity, *, settled: bool = True) -> Child:
+    """Give it an identity of its own and have it prove that, or kill it.
+
+    `settled`: nothing was under way in the stream of its agent; else a frame may be half sent, and is completed first.
+    """
     agent: Agent | None = None
     try:
         try:
-            agent, proof = await _become(machine, identity)
+            agent, proof = await _become(machine, identity, settled)
         except ForkdError as error:
             await raise_explained(error, machine, "it was forked")
         await machine.running()
@@ -145,7 +161,7 @@ async def prove(machine: Machine, identity: Identity) -> Child:
     return Child(identity, machine, agent, proof)
 
 
-async def _become(machine: Machine, identity: Identity) -> tuple[Agent, ForkProof]:
+async def _become(machine: Machine, identity: Identity, settled: bool) -> tuple[Agent, ForkProof]:
     """An agent that kept the contract, asked again when its stream was lost and the VM lives.
 
     A guest on vsock resets its connections when it wakes up, and may take ours for one of the past. The contract sets
@@ -153,17 +169,19 @@ async def _become(machine: Machine, identity: Identity) -> tuple[Agent, ForkProo
     """
     for _ in range(_MORE_ATTEMPTS):
         try:
-            return await _try_become(machine, identity)
+            return await _try_become(machine, identity, settled)
         except ChannelClosed:
             await asyncio.wait([machine.death], timeout=_DEATH_DEADLINE_S)
             if machine.death.done():
                 raise
-    return await _try_become(machine, identity)
+    return await _try_become(machine, identity, settled)
 
 
-async def _try_become(machine: Machine, identity: Identity) -> tuple[Agent, ForkProof]:
+async def _try_become(machine: Machine, identity: Identity, settled: bool) -> tuple[Agent, ForkProof]:
     agent = Agent.attach(await machine.connect())
     try:
+        if not settled:
+            agent.channel.send(padding())
         # Sent before the guest runs, where the engine can: it is there, waiting, when the guest wakes up.
         return agent, await become(agent, identity)
     except BaseException:

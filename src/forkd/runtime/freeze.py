@@ -196,14 +196,22 @@ def boot_spec(image: Image, machine: MachineSpec) -> BootSpec:
 def frozen_of(snapshot: Snapshot, image: Image) -> Frozen:
     """A stored snapshot as its engine sees it."""
     manifest = snapshot.manifest
-    return Frozen(snapshot.directory, boot_spec(image, manifest.machine), manifest.platform, manifest.rehearsal)
+    return Frozen(
+        snapshot.directory,
+        boot_spec(image, manifest.machine),
+        manifest.platform,
+        manifest.rehearsal,
+        snapshot.root_memory,
+        snapshot.runs,
+        manifest.settled,
+    )
 
 
 _log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def rehearsed(engine: Engine, frozen: Frozen, directory: Path) -> AsyncIterator[tuple[Machine, Agent]]:
+async def rehearsed(engine: Engine, frozen: Frozen, directory: Path) -> AsyncIterator[tuple[Machine, Agent | None]]:
     """A VM that has rehearsed, is prepared for a freeze again and stands still. Killed when the block fails."""
     machine = await engine.template(frozen, directory)
     agent: Agent | None = None
@@ -225,6 +233,22 @@ async def rehearsed(engine: Engine, frozen: Frozen, directory: Path) -> AsyncIte
     except BaseException:
         if agent is not None:
             agent.close()
+        await machine.kill()
+        raise
+
+
+@asynccontextmanager
+async def loaded(engine: Engine, frozen: Frozen, directory: Path) -> AsyncIterator[tuple[Machine, Agent | None]]:
+    """A VM of a snapshot that was branched off a running one: it stands still where that was, and never ran.
+
+    A rehearsal would move it on. Killed when the block fails.
+    """
+    machine = await engine.template(frozen, directory, run=False)
+    try:
+        fault_point("template.started")
+        await machine.running()
+        yield machine, None
+    except BaseException:
         await machine.kill()
         raise
 

@@ -38,10 +38,10 @@ def make_plan(records: Iterable[SandboxRecord], running: Collection[str], seen: 
     for record in records:
         by_state[record.state].append(record)
     meant_to_run = by_state[State.RUNNING] + by_state[State.PAUSED]
-    owned = {record.id for kept in by_state.values() for record in kept}
+    owned = {record.vm for kept in by_state.values() for record in kept}
     return Plan(
-        adopt=tuple(record for record in meant_to_run if record.id in running),
-        bury=tuple(record for record in meant_to_run if record.id not in running),
+        adopt=tuple(record for record in meant_to_run if record.vm in running),
+        bury=tuple(record for record in meant_to_run if record.vm not in running),
         drop=tuple(by_state[State.STARTING] + by_state[State.STOPPING]),
         keep=tuple(by_state[State.DEAD]),
         strays=frozenset(seen) - owned,
@@ -61,7 +61,7 @@ async def recover(sandboxes: Sandboxes) -> Plan:
     on_disk = {path.name for path in sandboxes.home.vms.iterdir()}
     plan = make_plan(records, leaders.keys(), leaders.keys() | on_disk)
     for record in plan.drop:
-        await _end(sandboxes, record.id)
+        await _end(sandboxes, record.vm)
     for name in sorted(plan.strays):
         try:
             await _end(sandboxes, name)
@@ -73,12 +73,13 @@ async def recover(sandboxes: Sandboxes) -> Plan:
         for record in plan.drop:
             sandboxes.events.emit("sandbox.removed", sandbox_id=record.id, data={"reason": "recovered"})
     for record in plan.keep:
-        await _end_processes(sandboxes, record.id)
+        await _end_processes(sandboxes, record.vm)
     for record in plan.bury:
         sandboxes.bury(record.id, _why_gone(sandboxes, record))
     gate = asyncio.Semaphore(_ADOPTIONS_AT_ONCE)
-    await asyncio.gather(*(_adopt(sandboxes, record, leaders[record.id], gate) for record in plan.adopt))
-    await in_thread(lambda: remove_groups(sandboxes.home.vms, keep=sandboxes.live.keys()))
+    await asyncio.gather(*(_adopt(sandboxes, record, leaders[record.vm], gate) for record in plan.adopt))
+    kept = {sandboxes.get(each).vm for each in sandboxes.live}
+    await in_thread(lambda: remove_groups(sandboxes.home.vms, keep=kept))
     await in_thread(lambda: sweep_staging(sandboxes.home.snapshots))
     if records or plan.strays:
         _log.info(
@@ -103,7 +104,7 @@ def _check_engine(sandboxes: Sandboxes, records: list[SandboxRecord]) -> None:
 
 
 def _why_gone(sandboxes: Sandboxes, record: SandboxRecord) -> str:
-    group = find_group(sandboxes.directory(record.id))
+    group = find_group(sandboxes.directory(record))
     if group is not None and group.out_of_memory():
         return describe_out_of_memory(record.limits)
     return "The VM was gone when the daemon started"
@@ -121,10 +122,10 @@ async def _end_processes(sandboxes: Sandboxes, name: str) -> None:
 async def _adopt(sandboxes: Sandboxes, record: SandboxRecord, leader: Marked, gate: asyncio.Semaphore) -> None:
     async with gate:
         try:
-            machine = await sandboxes.engine.adopt(sandboxes.directory(record.id), leader)
+            machine = await sandboxes.engine.adopt(sandboxes.directory(record), leader)
         except ForkdError as error:
             _log.warning("Sandbox %s cannot be adopted: %s", record.id, error.message)
-            await _end(sandboxes, record.id)
+            await _end(sandboxes, record.vm)
             sandboxes.bury(record.id, f"It could not be adopted: {error.message}")
             return
     state = State.PAUSED if machine.paused else State.RUNNING

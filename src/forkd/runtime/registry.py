@@ -90,8 +90,21 @@ _NAMES = """
 ALTER TABLE sandboxes ADD COLUMN name TEXT;
 CREATE UNIQUE INDEX sandboxes_by_name ON sandboxes (name) WHERE name IS NOT NULL;
 """
+# A sandbox may move to another VM, whose directory is `vm`; from before, each has the one of its own id.
+_BRANCHES = """
+ALTER TABLE sandboxes ADD COLUMN vm TEXT NOT NULL DEFAULT '';
+ALTER TABLE sandboxes ADD COLUMN parent_id TEXT;
+ALTER TABLE sandboxes ADD COLUMN lineage TEXT NOT NULL DEFAULT '';
+ALTER TABLE sandboxes ADD COLUMN depth INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE sandboxes ADD COLUMN forked_at_unix REAL;
+ALTER TABLE sandboxes ADD COLUMN branch_count INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE sandboxes ADD COLUMN owner TEXT;
+ALTER TABLE sandboxes ADD COLUMN made_of TEXT NOT NULL DEFAULT '{}';
+UPDATE sandboxes SET vm = id, lineage = id;
+ALTER TABLE workspaces ADD COLUMN current_state_tag TEXT;
+"""
 # One for each version, in their order; never changed, only added to.
-_STEPS = (_FIRST, _MORE_LIMITS, _WAYS, _NAMES)
+_STEPS = (_FIRST, _MORE_LIMITS, _WAYS, _NAMES, _BRANCHES)
 
 
 @dataclass(frozen=True)
@@ -116,6 +129,18 @@ class SandboxRecord:
     cause: str | None = None
     way: Way | None = None  # not known before it runs
     name: str | None = None  # unique; never looks like an id
+    vm: str = ""  # the directory of its VM: its id, until it is rewound
+    parent_id: str | None = None  # the sandbox that it was forked from
+    lineage: str = ""  # the sandbox that its line began with
+    depth: int = 0  # how many forks of sandboxes lie between
+    forked_at_unix: float | None = None
+    branch_count: int = 0
+    owner: str | None = None  # the name of the token that asked for it
+    made_of: Mapping[str, str] = field(default_factory=dict)  # image and shape: its snapshot may be gone
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "vm", self.vm or self.id)
+        object.__setattr__(self, "lineage", self.lineage or self.id)
 
 
 @dataclass(frozen=True)
@@ -148,6 +173,7 @@ class WorkspaceRow:
     limits: Limits
     created_at_unix: float
     last_active_unix: float
+    current_state_tag: SnapshotTag | None = None
 
 
 @dataclass(frozen=True)
@@ -239,6 +265,9 @@ class Registry(Database):
             hint = f"Choose another name, or take it away with: forkd rename {name}"
             raise Conflict(f"Another sandbox is named {name}", hint=hint) from None
 
+    def count_branch(self, sandbox_id: str) -> None:
+        self.write("UPDATE sandboxes SET branch_count = branch_count + 1 WHERE id = ?", (sandbox_id,))
+
     def remove_sandboxes(self, sandbox_ids: Iterable[str]) -> None:
         with self.transaction():
             for sandbox_id in sandbox_ids:
@@ -313,6 +342,10 @@ class Registry(Database):
 
     def touch_workspace(self, name: str, now_unix: float) -> None:
         self.write("UPDATE workspaces SET last_active_unix = ? WHERE name = ?", (now_unix, name))
+
+    def set_workspace_state(self, name: str, tag: str | None) -> None:
+        with self.transaction(durable=True):
+            self.write("UPDATE workspaces SET current_state_tag = ? WHERE name = ?", (tag, name))
 
     def remove_workspace(self, name: str) -> None:
         self.write("DELETE FROM workspaces WHERE name = ?", (name,))

@@ -12,20 +12,31 @@ from pathlib import Path
 from typing import Literal
 
 from forkd.engines.base import Engine
+from forkd.errors import Conflict, NotFound
 from forkd.host.cgroup import remove_groups
 from forkd.host.files import owned
 from forkd.host.marked import kill_marked
 from forkd.host.paths import DAEMON_LOCK, Home, ensure_home, ensure_private
 from forkd.host.system import start_time_ticks
+from forkd.host.threads import in_thread
+from forkd.model.names import SnapshotTag
+from forkd.runtime.branches import DEFAULT_AT_ONCE, Branches
+from forkd.runtime.checkpoints import Checkpoints
+from forkd.runtime.derive import Deriver
 from forkd.runtime.events import EventLog
+from forkd.runtime.lineage import DEFAULT_LINEAGE_POLICY, Lineage, LineagePolicy, find_lineage
+from forkd.runtime.origin import DEFAULT_POLICY, TemplatePolicy
+from forkd.runtime.packs import Packs
 from forkd.runtime.recovery import recover
 from forkd.runtime.registry import Registry, SandboxRecord
 from forkd.runtime.sandboxes import Sandboxes
-from forkd.runtime.snapshots import Snapshots, SnapshotView
+from forkd.runtime.snapshot_view import FORK_PREFIX, is_checkpoint, is_left_over
+from forkd.runtime.snapshots import Pruning, Snapshots
 from forkd.runtime.spawn import Spawner
-from forkd.runtime.templates import DEFAULT_POLICY, TemplatePolicy, Templates
+from forkd.runtime.templates import Templates
 from forkd.runtime.upkeep import Upkeep
 from forkd.runtime.workspaces import Workspaces
+from forkd.store.retention import Policy as RetentionPolicy
 
 
 @dataclass(frozen=True)
@@ -33,17 +44,11 @@ class RuntimeOptions:
     on_stop: Literal["keep", "kill"] = "keep"
     unenforced_limits: Literal["refuse", "drop"] = "refuse"
     templates: TemplatePolicy = DEFAULT_POLICY
+    lineage: LineagePolicy = DEFAULT_LINEAGE_POLICY
+    branches_at_once: int = DEFAULT_AT_ONCE
 
 
 _DEFAULT = RuntimeOptions()
-
-
-@dataclass(frozen=True)
-class Lineage:
-    """Each snapshot with the sandboxes forked from it; orphans' snapshot is gone."""
-
-    snapshots: tuple[tuple[SnapshotView, tuple[SandboxRecord, ...]], ...]
-    orphans: tuple[SandboxRecord, ...]
 
 
 class Runtime:
@@ -55,10 +60,22 @@ class Runtime:
         self.sandboxes = Sandboxes(home, engine, registry, self.events)
         self.templates = Templates(engine, home.vms, options.templates)
         self.snapshots = Snapshots(home, engine, registry, self.events, self.templates)
+        self.packs = Packs(home, engine, self.snapshots)
         drop_limits = options.unenforced_limits == "drop"
-        spawner = Spawner(self.sandboxes, self.snapshots, self.templates, drop_limits=drop_limits)
-        self.spawn, self.cancel_spawn = spawner.spawn, spawner.cancel
-        self.workspaces = Workspaces(registry, self.sandboxes, self.spawn)
+        self.branches = Branches(self.sandboxes, self.snapshots, self.templates, options.branches_at_once)
+        spawner = Spawner(
+            self.sandboxes,
+            self.snapshots,
+            self.templates,
+            self.branches,
+            drop_limits=drop_limits,
+            lineage=options.lineage,
+        )
+        self.spawn, self.fork, self.cancel_spawn = spawner.spawn, spawner.fork, spawner.cancel
+        self.checkpoints = Checkpoints(self.sandboxes, self.snapshots, self.branches)
+        self.derive = Deriver(self.sandboxes, self.snapshots, self.branches, spawner).derive
+        self.workspaces = Workspaces(registry, self.sandboxes, self.snapshots, self.branches, self.spawn)
+        self.sandboxes.on_removed = self._on_removed
         self.upkeep = Upkeep(self.sandboxes)
 
     @property
@@ -75,6 +92,9 @@ class Runtime:
             try:
                 await recover(runtime.sandboxes)
                 runtime.snapshots.recover()
+                await runtime.workspaces.recover()
+                await runtime.collect()
+                runtime.packs.recover()
                 runtime.events.emit("daemon.started", data={"pid": os.getpid(), "engine": engine.name})
                 async with runtime.upkeep.running():
                     yield runtime
@@ -83,18 +103,48 @@ class Runtime:
 
     async def _close(self, options: RuntimeOptions) -> None:
         self.events.emit("daemon.stopping")
+        await self.branches.close()
+        await self.packs.close()
         await self.snapshots.close()
         await self.templates.close()
         if options.on_stop == "kill":
             await self.sandboxes.kill_all()
         await self.sandboxes.close()
 
-    def lineage(self) -> Lineage:
-        children: dict[str, list[SandboxRecord]] = {}
-        for record in self.registry.list_sandboxes():
-            children.setdefault(record.snapshot_tag, []).append(record)
-        snapshots = tuple((view, tuple(children.pop(view.tag, ()))) for view in self.snapshots.list())
-        return Lineage(snapshots, tuple(record for orphans in children.values() for record in orphans))
+    def _on_removed(self, record: SandboxRecord) -> None:
+        if record.branch_count or record.snapshot_tag.startswith(FORK_PREFIX):
+            self.sandboxes.own(self.collect())
+
+    async def collect(self) -> None:
+        """Remove what only sandboxes that are gone needed: their checkpoints, and what their forks came from.
+
+        What layers or sandboxes stand on stays until they are gone too.
+        """
+        records = self.registry.list_sandboxes()
+        alive, used = {record.id for record in records}, {record.snapshot_tag for record in records}
+        left = {view.tag for view in self.snapshots.list() if is_left_over(view, alive, used)}
+        removed: set[SnapshotTag] | None = None
+        while left and removed != set():  # those that lie over others go first, in as many rounds as that takes
+            removed = set()
+            for tag in left:
+                with contextlib.suppress(Conflict, NotFound):
+                    await self.snapshots.remove(tag)
+                    removed.add(tag)
+            left -= removed
+
+    async def lineage(self) -> Lineage:
+        views, records = self.snapshots.list(), self.registry.list_sandboxes()
+        # In a thread: it looks at files and processes of all.
+        return await in_thread(lambda: find_lineage([self.snapshots.look_at(view) for view in views], records))
+
+    async def prune(self, policy: RetentionPolicy, *, dry_run: bool) -> Pruning:
+        """Never what a sandbox, a workspace or another snapshot needs."""
+        records = self.registry.list_sandboxes()
+        in_use = {record.snapshot_tag for record in records}
+        in_use |= {view.tag for view in self.snapshots.list() if is_checkpoint(view, {each.id for each in records})}
+        in_use |= {row.source_snapshot_tag for row in self.registry.list_workspaces()}
+        in_use |= {row.current_state_tag for row in self.registry.list_workspaces() if row.current_state_tag}
+        return await self.snapshots.prune(policy, in_use, dry_run=dry_run)
 
 
 @contextmanager

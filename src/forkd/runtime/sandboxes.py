@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -48,16 +48,19 @@ class Sandboxes:
         self.live: dict[str, LiveSandbox] = {}
         self.ended = RecentlyEnded()
         self.ports = AgentPorts(self.use)
+        self.on_removed: Callable[[SandboxRecord], None] = lambda _: None
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def directory(self, sandbox_id: str) -> Path:
-        return self.home.vms / sandbox_id
+    def directory(self, record: SandboxRecord) -> Path:
+        """Of its VM."""
+        return self.home.vms / record.vm
 
     async def finished(self, work: Coroutine[Any, Any, T]) -> T:
         """Run to the end, even if the caller stops waiting: a cancelled caller must not leave half of it done."""
-        return await asyncio.shield(self._own(work))
+        return await asyncio.shield(self.own(work))
 
-    def _own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """In the background; cancelled when the daemon stops."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -86,13 +89,13 @@ class Sandboxes:
 
     def use(self, sandbox_id: str) -> AbstractAsyncContextManager[LiveSandbox]:
         """The way to talk to a guest. Raises when it cannot be talked to now, or dies meanwhile."""
-        live = self._held(sandbox_id)
+        live = self.held(sandbox_id)
         if live.state is not State.RUNNING:
-            raise _not_running(self.get(sandbox_id))
+            raise not_running(self.get(sandbox_id))
         return live.answering()
 
     async def console(self, sandbox_id: str) -> str:
-        path = self.directory(self.get(sandbox_id).id) / CONSOLE
+        path = self.directory(self.get(sandbox_id)) / CONSOLE
         return await in_thread(lambda: tail_of(path, CONSOLE_BYTES))
 
     # Changing
@@ -100,31 +103,34 @@ class Sandboxes:
     def hold(self, live: LiveSandbox) -> None:
         """From here on its death is noticed."""
         self.live[live.id] = live
+        self.watch(live)
+
+    def watch(self, live: LiveSandbox) -> None:
         live.machine.death.add_done_callback(lambda death: self._on_death(live, death))
 
     async def pause(self, sandbox_id: str) -> SandboxRecord:
         return await self.finished(self._pause(sandbox_id))
 
     async def _pause(self, sandbox_id: str) -> SandboxRecord:
-        live = self._held(sandbox_id)
+        live = self.held(sandbox_id)
         async with live.lock:
             if live.state is State.RUNNING:
                 await live.machine.pause()
                 self._move(live, State.PAUSED, "sandbox.paused")
             elif live.state is not State.PAUSED:
-                raise _not_running(self.get(sandbox_id))
+                raise not_running(self.get(sandbox_id))
         return self.get(sandbox_id)
 
     async def resume(self, sandbox_id: str) -> SandboxRecord:
         return await self.finished(self._resume(sandbox_id))
 
     async def _resume(self, sandbox_id: str) -> SandboxRecord:
-        live = self._held(sandbox_id)
+        live = self.held(sandbox_id)
         async with live.lock:
             if live.state is State.PAUSED:
                 await self._wake(live)
             elif live.state is not State.RUNNING:
-                raise _not_running(self.get(sandbox_id))
+                raise not_running(self.get(sandbox_id))
         return self.get(sandbox_id)
 
     async def _wake(self, live: LiveSandbox) -> None:
@@ -137,6 +143,15 @@ class Sandboxes:
             await live.machine.pause()
             raise
         self._move(live, State.RUNNING, "sandbox.resumed")
+
+    async def go_on(self, live: LiveSandbox) -> None:
+        """One that was stopped for a moment, for work of ours: whatever that came to, it runs again, on time."""
+        await live.machine.resume()
+        try:
+            async with live.answering():
+                await live.agent.set_clock()
+        except ForkdError as error:
+            _log.warning("The clock of sandbox %s may be late: %s", live.id, error.message)
 
     async def kill(self, sandbox_id: str, why: str = REMOVED) -> None:
         """However full the disk is. An attempt that fails leaves it `stopping`, and upkeep tries again."""
@@ -185,21 +200,22 @@ class Sandboxes:
     async def _kill_unheld(self, record: SandboxRecord, why: str) -> None:
         """One whose VM is gone, whatever its row says. That of one that is starting may come yet."""
         if record.state is State.STARTING:
-            raise _not_running(record)
+            raise not_running(record)
         if record.state is not State.DEAD:
-            await in_thread(lambda: end_processes(self.directory(record.id)))
+            await in_thread(lambda: end_processes(self.directory(record)))
             self.get(record.id)
         self.forget(record.id, why)
 
     def forget(self, sandbox_id: str, why: str) -> None:
         """Nothing runs for it any more: its files, its port and its row go."""
+        record = self.get(sandbox_id)
         self.ports.close(sandbox_id)
-        shutil.rmtree(self.directory(sandbox_id), ignore_errors=True)
-        name = self.get(sandbox_id).name
+        shutil.rmtree(self.directory(record), ignore_errors=True)
         with self.registry.transaction():
             self.registry.remove_sandboxes([sandbox_id])
             self.events.emit("sandbox.removed", sandbox_id=sandbox_id)
-        self.ended.add(sandbox_id, name, why)
+        self.ended.add(sandbox_id, record.name, why)
+        self.on_removed(record)
 
     def set_timeout(
         self,
@@ -211,9 +227,9 @@ class Sandboxes:
     ) -> SandboxRecord:
         """`extend`: a deadline that is later already stays, and so does having none."""
         check_timeout(timeout_s)
-        live = self._held(sandbox_id)
+        live = self.held(sandbox_id)
         if live.state not in (State.RUNNING, State.PAUSED):
-            raise _not_running(self.get(sandbox_id))
+            raise not_running(self.get(sandbox_id))
         later = timeout_s is None or (live.deadline_s is not None and live.deadline_s < steady_s() + timeout_s)
         with self.registry.transaction():
             if later or not extend:
@@ -255,12 +271,13 @@ class Sandboxes:
         await asyncio.gather(*(live.let_go() for live in self.live.values()))
         self.live.clear()
 
-    def _held(self, sandbox_id: str) -> LiveSandbox:
+    def held(self, sandbox_id: str) -> LiveSandbox:
+        """One whose VM this daemon has."""
         if live := self.live.get(sandbox_id):
             return live
         record = self.get(sandbox_id)
         if record.id not in self.live:
-            raise _not_running(record)
+            raise not_running(record)
         return self.live[record.id]
 
     def _move(self, live: LiveSandbox, to: State, event: str) -> None:
@@ -272,10 +289,12 @@ class Sandboxes:
     def _on_death(self, live: LiveSandbox, death: asyncio.Future[Death]) -> None:
         if death.cancelled() or self.live.get(live.id) is not live or live.state is State.STOPPING:
             return
+        if live.machine.death is not death:
+            return  # of a VM that it has left behind
         del self.live[live.id]
         live.state = State.DEAD
         live.hang_up()
-        self._own(self._tidy(live))
+        self.own(self._tidy(live))
         ended = death.result()
         last_words = live.machine.console_tail().strip().splitlines()[-3:]
         why = f"{ended.reason.value} ({ended.status})"
@@ -287,7 +306,8 @@ class Sandboxes:
     async def _tidy(self, live: LiveSandbox) -> None:
         """Of a VM that is gone: what we hold of it, and what its VMM had started, which has no owner now."""
         await live.machine.release()
-        await in_thread(lambda: end_processes(self.directory(live.id)))
+        directory = self.directory(self.get(live.id))
+        await in_thread(lambda: end_processes(directory))
 
 
 def describe_out_of_memory(limits: Limits) -> str:
@@ -301,7 +321,7 @@ def end_processes(directory: Path) -> None:
         group.remove()
 
 
-def _not_running(record: SandboxRecord) -> ForkdError:
+def not_running(record: SandboxRecord) -> ForkdError:
     if record.state is State.DEAD:
         error: ForkdError = GuestDied(
             f"Sandbox {record.id} is dead: {(record.cause or 'cause unknown').splitlines()[0]}",

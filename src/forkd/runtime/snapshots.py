@@ -8,9 +8,8 @@ import logging
 import secrets
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from forkd.engines.base import Engine, Frozen
 from forkd.errors import Conflict, ForkdError, NoCapacity, NotFound
@@ -22,9 +21,25 @@ from forkd.model.machine import MachineSpec
 from forkd.model.names import SnapshotTag, parse_tag
 from forkd.runtime.events import EventLog
 from forkd.runtime.freeze import Warmup, create_snapshot, frozen_of
-from forkd.runtime.registry import Registry, SnapshotJob
-from forkd.runtime.templates import Templates, TemplateView
-from forkd.store.manifest import Manifest
+from forkd.runtime.origin import Branch, Origin, TemplateView
+from forkd.runtime.registry import Registry, SandboxRecord, SnapshotJob
+from forkd.runtime.snapshot_view import (
+    FAILED,
+    WRITING,
+    Described,
+    SnapshotDetail,
+    SnapshotView,
+    describe_shape,
+    find_ancestry,
+    on_disk,
+    parse_shape,
+    ready_view,
+    stored_of,
+    unusable_view,
+)
+from forkd.runtime.templates import Templates
+from forkd.store.retention import Policy as RetentionPolicy
+from forkd.store.retention import Pruned, choose_to_prune
 from forkd.store.snapshots import Snapshot, SnapshotStore
 
 _log = logging.getLogger(__name__)
@@ -32,8 +47,6 @@ _log = logging.getLogger(__name__)
 # Parents that boot at once, and how many more may wait for their turn.
 BOOTS_AT_ONCE = 2
 MAX_JOBS = 16
-
-WRITING, READY, FAILED = "writing", "ready", "failed"
 
 
 @dataclass(frozen=True)
@@ -46,23 +59,9 @@ class SnapshotRequest:
 
 
 @dataclass(frozen=True)
-class SnapshotView:
-    tag: SnapshotTag
-    directory: Path
-    created_at_unix: int
-    status: str
-    warning: str | None = None
-    code: str | None = None
-    manifest: Manifest | None = None
-    progress: str | None = None
-
-
-@dataclass(frozen=True)
-class SnapshotDetail:
-    view: SnapshotView
-    memory_logical_bytes: int
-    memory_physical_bytes: int
-    vmstate_bytes: int
+class Pruning:
+    removed: tuple[Pruned, ...]
+    kept: int
 
 
 @dataclass
@@ -85,6 +84,7 @@ class Snapshots:
         self._registry = registry
         self._events = events
         self._templates = templates
+        self.branches: dict[SnapshotTag, Branch] = {}  # those being written
         self._making: dict[SnapshotTag, _Making] = {}
         self._turns = asyncio.Semaphore(BOOTS_AT_ONCE)
 
@@ -96,9 +96,9 @@ class Snapshots:
 
     def list(self) -> list[SnapshotView]:
         listing = self.store.list()
-        views = {snapshot.manifest.tag: _ready(snapshot) for snapshot in listing.snapshots}
+        views = {snapshot.manifest.tag: ready_view(snapshot) for snapshot in listing.snapshots}
         for entry in listing.unusable:
-            views[entry.tag] = _unusable(entry.tag, entry.directory, entry.error)
+            views[entry.tag] = unusable_view(entry.tag, entry.directory, entry.error)
         for job in self._registry.list_jobs():
             views[job.tag] = self._overlaid(job, views.get(job.tag))
         return [views[tag] for tag in sorted(views)]
@@ -108,49 +108,87 @@ class Snapshots:
         job = self._registry.find_job(parsed)
         stored: SnapshotView | None = None
         try:
-            stored = _ready(self.store.get(parsed))
+            stored = ready_view(self.store.get(parsed))
         except NotFound:
             if job is None:
                 raise
         except ForkdError as error:
-            stored = _unusable(parsed, self.store.root / parsed, error)
+            stored = unusable_view(parsed, self.store.root / parsed, error)
         if job is not None:
             return self._overlaid(job, stored)
         assert stored is not None
         return stored
 
-    def detail(self, tag: str) -> SnapshotDetail:
-        view = self.get(tag)
+    def look_at(self, view: SnapshotView) -> SnapshotDetail:
+        """Blocks: it looks at all manifests, for those that depend on it."""
         if view.manifest is None:
-            return SnapshotDetail(view, 0, 0, 0)
-        sizes = {name: entry.size for name, entry in view.manifest.files.items()}
-        memory = view.directory / "memory"
+            return SnapshotDetail(view)
         try:
-            physical = memory.stat().st_blocks * 512
-        except OSError:
-            physical = 0
-        return SnapshotDetail(view, sizes.get("memory", 0), physical, sizes.get("state", 0))
+            snapshot = self.store.get(view.tag)
+        except NotFound:  # since it was listed
+            return SnapshotDetail(view)
+        return SnapshotDetail(
+            view,
+            memory_logical_bytes=view.manifest.machine.memory_mib * 2**20,
+            memory_physical_bytes=on_disk(snapshot, "memory", "pages", "extents"),
+            vmstate_bytes=sum(entry.size for name, entry in view.manifest.files.items() if name == "state"),
+            ancestors=tuple(each.manifest.tag for each in snapshot.ancestors),
+            dependents=self.store.dependents(view.tag),
+            unique_bytes=snapshot.disk_bytes(),
+        )
 
     @contextlib.asynccontextmanager
-    async def held(self, tag: SnapshotTag) -> AsyncIterator[Frozen]:
-        """Verified, as its engine sees it, and safe from removal while the block runs."""
-        if tag in self._making and not self.store.has(tag):
+    async def held(self, tag: SnapshotTag) -> AsyncIterator[Origin]:
+        """Verified, as its engine sees it, and safe from removal while the block runs.
+
+        A branch that is still being written is forked from its template.
+        """
+        branch = self.branches.get(tag)
+        if branch is not None and branch.template is not None:
+            with branch.template.in_use():
+                yield branch.origin()
+            self._note_first_child(branch)
+            return
+        if (branch is not None or tag in self._making) and not self.store.has(tag):
             raise Conflict(f"Snapshot {tag} is still being made", hint="Wait until its status is ready")
         with contextlib.ExitStack() as stack:
 
-            def hold() -> Frozen:
+            def hold() -> tuple[Snapshot, Frozen]:
                 snapshot = stack.enter_context(self.store.held(tag))
-                return frozen_of(snapshot, self._images.open(snapshot.manifest.image_id))
+                return snapshot, frozen_of(snapshot, self._images.open(snapshot.manifest.image_id))
 
             # In a thread, as what was never verified is hashed; letting go is only a close.
-            yield await in_thread(hold)
+            snapshot, frozen = await in_thread(hold)
+            made_of, ancestry = describe_shape(snapshot.manifest), find_ancestry(snapshot.manifest)
+            yield Origin(tag, frozen, self._templates.find(frozen), made_of, ancestry)
+
+    def _note_first_child(self, branch: Branch) -> None:
+        if branch.first_child_s is None:
+            branch.first_child_s = time.monotonic() - branch.begun
+            data = {"pause_ms": round(branch.pause_s * 1000, 1), "ready_ms": round(branch.first_child_s * 1000, 1)}
+            self._events.emit("snapshot.first_child", snapshot_tag=branch.tag, data=data)
+
+    def describe(self, record: SandboxRecord) -> Described:
+        """What the snapshot of a sandbox says of itself; less where that is gone."""
+        with contextlib.suppress(ForkdError):
+            manifest = self.store.get(record.snapshot_tag).manifest
+            if describe_shape(manifest) == record.made_of:
+                return Described(manifest.image_id, manifest.machine, manifest.warm, manifest.rehearsal)
+        return parse_shape(record)
+
+    def check_free(self, tag: SnapshotTag) -> None:
+        """Raise Conflict when a snapshot has this tag, or is about to."""
+        if tag in self._making or tag in self.branches:
+            raise Conflict(f"Snapshot {tag} is being made already", hint="Wait for it, or remove it")
+        if (self.store.root / tag).is_dir():
+            raise Conflict(f"Snapshot {tag} exists already", hint="Choose another tag")
 
     # Making
 
     async def create(self, request: SnapshotRequest) -> SnapshotView:
         image = await in_thread(lambda: self._images.open(request.image))
         tag = request.tag
-        if tag in self._making:
+        if tag in self._making or tag in self.branches:
             raise Conflict(f"Snapshot {tag} is being made already", hint="Wait for it, or remove it")
         if not request.replace and (self.store.root / tag).is_dir():
             raise Conflict(f"Snapshot {tag} exists already", hint="Choose another tag or ask to replace it")
@@ -168,11 +206,17 @@ class Snapshots:
     async def warm(self, tag: str) -> TemplateView:
         """Make a template of a snapshot ahead of its first fork; the one there is, when there is one."""
         parsed = parse_tag(tag)
-        async with self.held(parsed) as frozen:
-            return await self._templates.warm(frozen, parsed)
+        async with self.held(parsed) as origin:
+            if origin.frozen is None:
+                raise Conflict(f"Snapshot {tag} is a branch that is being written, and is quick already")
+            return await self._templates.warm(origin.frozen, parsed)
 
     async def wait(self, tag: str) -> SnapshotView:
         """Until it is ready; raises what it failed with. The caller may give up: the snapshot goes on."""
+        if (branch := self.branches.get(parse_tag(tag))) is not None and branch.task is not None:
+            await asyncio.wait([branch.task])
+            if branch.error is not None:
+                raise branch.error
         making = self._making.get(parse_tag(tag))
         if making is not None and making.task is not None:
             await asyncio.wait([making.task])
@@ -180,22 +224,65 @@ class Snapshots:
                 raise making.error
         return self.get(tag)
 
-    async def remove(self, tag: str) -> None:
-        """One that is being made is given up; what it was to replace stays."""
+    async def remove(self, tag: str, *, cascade: bool = False, force: bool = False) -> None:
+        """One that is being made is given up; what it was to replace stays.
+
+        Layers over it are a Conflict, unless they go too (`cascade`) or may be of no use from then on (`force`).
+        """
         parsed = parse_tag(tag)
         given_up = await self._give_up(parsed)
+        removed: tuple[SnapshotTag, ...] = (parsed,)
         if not given_up:
             failed = self._registry.find_job(parsed) is not None
             try:
-                await in_thread(lambda: self.store.remove(parsed))
+                removed = await in_thread(lambda: self.store.remove(parsed, cascade=cascade, force=force))
             except NotFound:
                 if not failed:
                     raise
             # Afterwards: a user of the snapshot would have kept it, and might have begun another one.
-            await self._templates.drop(self.store.root / parsed)
+            for each in removed:
+                await self._templates.drop(self.store.root / each)
         with self._registry.transaction():
-            self._registry.remove_job(parsed)
-            self._events.emit("snapshot.removed", snapshot_tag=parsed, data={"given_up": given_up})
+            for each in removed:
+                self._registry.remove_job(each)
+                self._events.emit("snapshot.removed", snapshot_tag=each, data={"given_up": given_up})
+
+    async def compact(self, tag: SnapshotTag, to: SnapshotTag) -> SnapshotView:
+        """The same as a snapshot that needs no other."""
+        self.check_free(to)
+        self.get(tag)
+        await in_thread(lambda: self.store.compact(tag, to))
+        self._events.emit("snapshot.ready", snapshot_tag=to, data={"compacted": tag})
+        return self.get(to)
+
+    async def prune(self, policy: RetentionPolicy, in_use: Collection[str], *, dry_run: bool) -> Pruning:
+        """By rules. One that came into use meanwhile stays."""
+        stored = [stored_of(snapshot) for snapshot in (await in_thread(self.store.list)).snapshots]
+        # What no branch made is not pruned.
+        made = {view.tag for view in self.list() if view.manifest is not None and view.manifest.origin is None}
+        doomed = choose_to_prune(stored, policy, {*made, *map(SnapshotTag, in_use)}, time.time())
+        removed = []
+        for each in doomed:
+            if not dry_run:
+                try:
+                    await self.remove(each.tag)
+                except (Conflict, NotFound) as error:
+                    _log.info("Snapshot %s is not pruned: %s", each.tag, error.message)
+                    continue
+            removed.append(each)
+        return Pruning(tuple(removed), len(stored) - len(removed))
+
+    def check_not_making(self, tag: SnapshotTag) -> None:
+        if tag in self._making or tag in self.branches:
+            raise Conflict(f"Snapshot {tag} is being made", hint="Wait until it is ready, or remove it")
+
+    def tell_of_imported(self, tags: Sequence[SnapshotTag]) -> None:
+        """These came with a pack; templates are of what they replaced."""
+        for tag in tags:
+            with self._registry.transaction():
+                self._registry.remove_job(tag)
+                self._events.emit("snapshot.ready", snapshot_tag=tag)
+            self._templates.drop_soon(self.store.root / tag)
 
     async def close(self) -> None:
         """The daemon stops: unfinished jobs are given up, and recorded as failed for the next daemon."""
@@ -211,9 +298,17 @@ class Snapshots:
                 self._registry.remove_job(job.tag)
                 self._events.emit("snapshot.ready", snapshot_tag=job.tag)
             else:
-                self._fail(job.tag, job.begun_at_unix, Conflict("The daemon ended while it was being made"))
+                self.fail(job.tag, job.begun_at_unix, Conflict("The daemon ended while it was being made"))
+
+    async def give_up_branch(self, branch: Branch) -> None:
+        if branch.task is not None:
+            branch.task.cancel()
+            await asyncio.wait([branch.task])
 
     async def _give_up(self, tag: SnapshotTag) -> bool:
+        if (branch := self.branches.get(tag)) is not None:
+            await self.give_up_branch(branch)
+            return True
         making = self._making.get(tag)
         if making is None or making.task is None:
             return False
@@ -244,20 +339,20 @@ class Snapshots:
             self._templates.drop_soon(self.store.root / request.tag)  # of what was replaced
         except asyncio.CancelledError:
             making.error = Conflict(f"Snapshot {request.tag} was given up")
-            self._fail(request.tag, making.begun_at_unix, making.error)
+            self.fail(request.tag, making.begun_at_unix, making.error)
             raise
         except ForkdError as error:
             making.error = error
-            self._fail(request.tag, making.begun_at_unix, error)
+            self.fail(request.tag, making.begun_at_unix, error)
         except Exception as error:
             _log.exception("Making snapshot %s failed", request.tag)
             making.error = ForkdError(f"Making snapshot {request.tag} failed: {type(error).__name__}")
-            self._fail(request.tag, making.begun_at_unix, making.error)
+            self.fail(request.tag, making.begun_at_unix, making.error)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
             del self._making[request.tag]
 
-    def _fail(self, tag: SnapshotTag, begun_at_unix: float, error: ForkdError) -> None:
+    def fail(self, tag: SnapshotTag, begun_at_unix: float, error: ForkdError) -> None:
         with self._registry.transaction():
             self._registry.record_job(SnapshotJob(tag, FAILED, begun_at_unix, error.message, error.code))
             self._events.emit("snapshot.failed", snapshot_tag=tag, data={"error": error.message, "code": error.code})
@@ -266,7 +361,16 @@ class Snapshots:
         """What a job makes of what is stored. A failed attempt to replace a snapshot leaves that as it was."""
         if job.status == FAILED and stored is not None:
             return replace(stored, warning=job.warning, code=job.code)
-        making = self._making.get(job.tag)
+        making, branch = self._making.get(job.tag), self.branches.get(job.tag)
+        if branch is not None:
+            return SnapshotView(
+                job.tag,
+                self.store.root / job.tag,
+                int(job.begun_at_unix),
+                WRITING,
+                progress=branch.progress,
+                branch=branch,
+            )
         return SnapshotView(
             job.tag,
             self.store.root / job.tag,
@@ -276,19 +380,6 @@ class Snapshots:
             job.code,
             progress=making.progress if making else None,
         )
-
-
-def _ready(snapshot: Snapshot) -> SnapshotView:
-    manifest = snapshot.manifest
-    return SnapshotView(manifest.tag, snapshot.directory, manifest.created_at_unix, READY, manifest=manifest)
-
-
-def _unusable(tag: SnapshotTag, directory: Path, error: ForkdError) -> SnapshotView:
-    try:
-        modified_unix = int(directory.stat().st_mtime)
-    except OSError:  # removed while we looked
-        modified_unix = 0
-    return SnapshotView(tag, directory, modified_unix, FAILED, error.message, error.code)
 
 
 class _Progress:

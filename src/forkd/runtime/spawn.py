@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
 from forkd.engines.base import Phases, Way
@@ -14,16 +16,22 @@ from forkd.errors import Conflict, NotFound
 from forkd.host.cgroup import enforceable
 from forkd.host.faults import fault_point
 from forkd.host.system import steady_s
-from forkd.model.machine import parse_count
-from forkd.model.names import check_env
+from forkd.host.threads import in_thread
+from forkd.model.machine import NO_LIMITS, parse_count
+from forkd.model.names import SnapshotTag, check_env
 from forkd.model.sandbox import SandboxSpec, State
 from forkd.runtime.admission import admit_children, look, starts_at_once
+from forkd.runtime.branches import Branches
 from forkd.runtime.child import LiveSandbox
 from forkd.runtime.fork import Forked, child_mib, fork_children, kill_all, new_identities
+from forkd.runtime.lineage import DEFAULT_LINEAGE_POLICY, Growth, LineagePolicy, check_growth
+from forkd.runtime.origin import Origin
 from forkd.runtime.registry import IdempotencyKey, SandboxRecord, check_same_request
 from forkd.runtime.sandboxes import Sandboxes
 from forkd.runtime.snapshots import Snapshots
 from forkd.runtime.templates import Templates
+
+FindOrigin = Callable[[], AbstractAsyncContextManager[Origin]]
 
 # Far more than can be on their way at one moment.
 _CANCELLED_KEPT = 10_000
@@ -35,6 +43,7 @@ class Spawned:
     failed: int = 0
     phases: tuple[Phases, ...] = ()  # of each child; none when the same request had made them before
     fork_s: float = 0.0  # the engine's part: until all VMs ran and had kept the contract
+    pause_s: float = 0.0  # how long the sandbox stood still that they were forked from
 
     @property
     def ways(self) -> tuple[Way, ...]:
@@ -49,9 +58,18 @@ class Spawned:
 
 class Spawner:
     def __init__(
-        self, sandboxes: Sandboxes, snapshots: Snapshots, templates: Templates, *, drop_limits: bool = False
+        self,
+        sandboxes: Sandboxes,
+        snapshots: Snapshots,
+        templates: Templates,
+        branches: Branches,
+        *,
+        drop_limits: bool = False,
+        lineage: LineagePolicy = DEFAULT_LINEAGE_POLICY,
     ) -> None:
         """`drop_limits`: those that this host cannot enforce, instead of refusing them."""
+        self._branches = branches
+        self._lineage = lineage
         self._sandboxes = sandboxes
         self._snapshots = snapshots
         self._templates = templates
@@ -62,10 +80,25 @@ class Spawner:
         self._under_way: dict[tuple[str, str], tuple[str, asyncio.Future[Spawned]]] = {}
 
     async def spawn(self, spec: SandboxSpec, key: IdempotencyKey | None = None) -> Spawned:
+        return await self._once(spec, key, lambda: self._snapshots.held(spec.snapshot_tag))
+
+    async def fork(
+        self, sandbox_id: str, spec: SandboxSpec, key: IdempotencyKey | None = None, tag: SnapshotTag | None = None
+    ) -> Spawned:
+        """Sandboxes that start where another one is, which goes on. Its limits are theirs, unless others are asked.
+
+        With `tag` what they start from is kept under it.
+        """
+        record = self._sandboxes.get(sandbox_id)
+        limits = record.limits if spec.limits == NO_LIMITS else spec.limits
+        spec = replace(spec, snapshot_tag=tag or record.snapshot_tag, limits=limits)
+        return await self._once(spec, key, lambda: self._branches.captured(record.id, tag))
+
+    async def _once(self, spec: SandboxSpec, key: IdempotencyKey | None, find: FindOrigin) -> Spawned:
         parse_count(spec.n)
         check_env(spec.env)
         if key is None:
-            return await self._sandboxes.finished(self._spawn(spec, None))
+            return await self._sandboxes.finished(self._spawn(spec, None, find))
         slot = (key.owner, key.key)
         if slot in self._cancelled:
             raise Conflict("The spawn of this idempotency key was cancelled", hint="Use a new key to spawn more")
@@ -75,7 +108,7 @@ class Spawner:
             return await asyncio.shield(outcome)
         if (made := self._sandboxes.registry.find_spawn(key)) is not None:
             return self._made_before(made)
-        outcome = asyncio.ensure_future(self._sandboxes.finished(self._spawn(spec, key)))
+        outcome = asyncio.ensure_future(self._sandboxes.finished(self._spawn(spec, key, find)))
         self._under_way[slot] = (key.digest, outcome)
         outcome.add_done_callback(lambda _: self._under_way.pop(slot, None))
         return await asyncio.shield(outcome)
@@ -108,23 +141,24 @@ class Spawner:
             )
         return Spawned(tuple(records), failed=len(ids) - len(records))
 
-    async def _spawn(self, spec: SandboxSpec, key: IdempotencyKey | None) -> Spawned:
+    async def _spawn(self, spec: SandboxSpec, key: IdempotencyKey | None, find: FindOrigin) -> Spawned:
         if self._drop_limits:
             spec = replace(spec, limits=enforceable(spec.limits))
-        async with self._snapshots.held(spec.snapshot_tag) as frozen:
-            template = self._templates.find(frozen)
+        async with find() as origin:
+            template = origin.template
             admit_children(spec.n + self._starting, look(), child_mib(template))
+            await self._check_growth(spec, origin)
             fault_point("spawn.begun")
             identities = new_identities(spec.n, env=spec.env)
             ids = [identity.sandbox_id for identity in identities]
             self._starting += spec.n
             try:
-                self._reserve(spec, ids, key)
+                self._reserve(spec, origin, ids, key)
                 fault_point("spawn.reserved")
                 begun = time.monotonic()
                 forked = await fork_children(
                     self._sandboxes.engine,
-                    frozen,
+                    origin.frozen,
                     identities,
                     self._sandboxes.home.vms,
                     limits=spec.limits,
@@ -140,16 +174,23 @@ class Spawner:
             fork_s = time.monotonic() - begun
             fault_point("spawn.forked")
             try:
-                spawned = replace(self._commit(spec, ids, forked), fork_s=fork_s)
+                spawned = replace(self._commit(spec, ids, forked), fork_s=fork_s, pause_s=origin.pause_s)
             except BaseException:
                 await kill_all(forked.sandboxes)
                 self._roll_back(ids, key)
                 raise
-            if template is None:
-                self._templates.want(frozen, spec.snapshot_tag)
+            if template is None and origin.frozen is not None:
+                self._templates.want(origin.frozen, origin.tag)
             return spawned
 
-    def _reserve(self, spec: SandboxSpec, ids: list[str], key: IdempotencyKey | None) -> None:
+    async def _check_growth(self, spec: SandboxSpec, origin: Origin) -> None:
+        growth, records = Growth(origin.ancestry, spec.owner, spec.n), self._sandboxes.registry.list_sandboxes()
+        if self._lineage.lineage_memory_mib or self._lineage.token_memory_mib:
+            await in_thread(lambda: check_growth(self._lineage, growth, records))
+        else:
+            check_growth(self._lineage, growth, records)
+
+    def _reserve(self, spec: SandboxSpec, origin: Origin, ids: list[str], key: IdempotencyKey | None) -> None:
         sandboxes, now = self._sandboxes, time.time()
         ports = {sandbox_id: sandboxes.ports.open(sandbox_id, spec.agent_port, serve=False) for sandbox_id in ids}
         with sandboxes.registry.transaction(durable=True):
@@ -157,7 +198,7 @@ class Spawner:
                 SandboxRecord(
                     number=0,
                     id=sandbox_id,
-                    snapshot_tag=spec.snapshot_tag,
+                    snapshot_tag=origin.tag,
                     state=State.STARTING,
                     created_at_unix=now,
                     engine=sandboxes.engine.name,
@@ -168,13 +209,19 @@ class Spawner:
                     labels=spec.labels,
                     metadata=spec.metadata,
                     workspace=spec.workspace,
+                    parent_id=origin.ancestry.parent_id,
+                    lineage=origin.ancestry.lineage or sandbox_id,
+                    depth=origin.ancestry.depth,
+                    forked_at_unix=origin.ancestry.forked_at_unix,
+                    owner=spec.owner,
+                    made_of=origin.made_of,
                 )
                 for sandbox_id in ids
             )
             if key is not None:
                 sandboxes.registry.record_spawn(key, ids, now)
             for sandbox_id in ids:
-                sandboxes.events.emit("sandbox.created", sandbox_id=sandbox_id, snapshot_tag=spec.snapshot_tag)
+                sandboxes.events.emit("sandbox.created", sandbox_id=sandbox_id, snapshot_tag=origin.tag)
 
     def _commit(self, spec: SandboxSpec, ids: list[str], forked: Forked) -> Spawned:
         sandboxes = self._sandboxes

@@ -10,181 +10,37 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forkd.engines.base import Engine, Frozen, Machine
 from forkd.errors import Conflict, EngineFailed, ForkdError, GuestDied, NoCapacity, NotForkable, NotFound, Unsupported
-from forkd.guest.agent import Agent
 from forkd.host.faults import fault_point
 from forkd.host.system import available_mib, memory_use
 from forkd.host.threads import in_thread
-from forkd.model.machine import NO_LIMITS, Limits
+from forkd.model.machine import Limits
 from forkd.runtime.admission import RESERVE_MIB
-from forkd.runtime.freeze import rehearsed
+from forkd.runtime.freeze import loaded, rehearsed
+from forkd.runtime.origin import (
+    DEFAULT_POLICY,
+    EXPECTED_MIB,
+    Key,
+    Template,
+    TemplatePolicy,
+    TemplateView,
+    choose_to_end,
+    find_key,
+    fits,
+)
 
 _log = logging.getLogger(__name__)
 
-# What one is expected to take before it is there to be measured.
-EXPECTED_MIB = 128
 # After one could not be made, none is tried for so long.
 RETRY_S = 60.0
-# So many forks in a row that fail are the template's fault.
-MAX_FAILURES = 3
 PREFIX = "template-"
-# Written once, when the snapshot is made: the directory itself changes whenever its files are verified.
-_WRITTEN_ONCE = "manifest.json"
 _MIB = 2**20
-
-
-@dataclass(frozen=True)
-class TemplatePolicy:
-    """How many there may be, and how much memory they may hold in all. None at all: count 0."""
-
-    count: int = 4
-    memory_mib: int = 1024
-
-
-DEFAULT_POLICY = TemplatePolicy()
-
-
-@dataclass(frozen=True)
-class TemplateView:
-    tag: str
-    pid: int
-    memory_bytes: int
-    made_in_s: float
-    created_at_unix: float
-    forks: int
-
-
-@dataclass(frozen=True)
-class Key:
-    """One snapshot for good: under the same tag there may be another one tomorrow."""
-
-    directory: Path
-    inode: int
-    changed_ns: int
-
-
-def find_key(directory: Path) -> Key | None:
-    """None: the snapshot is gone."""
-    try:
-        stat = (directory / _WRITTEN_ONCE).stat()
-    except OSError:
-        return None
-    return Key(directory, stat.st_ino, stat.st_mtime_ns)
-
-
-@dataclass
-class Template:
-    """Forked by any number of spawns. Once it is to end no fork begins, and it ends when none is under way."""
-
-    key: Key
-    tag: str
-    machine: Machine
-    agent: Agent
-    memory_bytes: int
-    made_in_s: float
-    created_at_unix: float = field(default_factory=time.time)
-    used_at: float = field(default_factory=time.monotonic)
-    forks: int = 0
-    _failures: int = 0
-    _spawns: int = 0
-    _under_way: int = 0
-    _idle: asyncio.Event = field(default_factory=asyncio.Event)
-    _ending: bool = False
-
-    @property
-    def busy(self) -> bool:
-        return self._spawns > 0 or self._under_way > 0
-
-    @property
-    def usable(self) -> bool:
-        return not self._ending and self._failures < MAX_FAILURES and not self.machine.death.done()
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """While a spawn uses it, it is not ended to make room."""
-        self._spawns += 1
-        try:
-            yield
-        finally:
-            self._spawns -= 1
-            self.used_at = time.monotonic()
-
-    @contextmanager
-    def judged(self, limits: Limits) -> Iterator[None]:
-        """While a fork proves itself."""
-        try:
-            yield
-        except ForkdError:
-            self._blame(limits)
-            raise
-        self._failures = 0
-
-    def _blame(self, limits: Limits) -> None:
-        """What a limited fork fails of may be its limits."""
-        if limits == NO_LIMITS:
-            self._failures += 1
-
-    async def fork(self, engine: Engine, directory: Path, limits: Limits) -> Machine:
-        if not self.usable:
-            raise NotForkable("The template can no longer be forked")
-        self._under_way += 1
-        self._idle.clear()
-        self.used_at = time.monotonic()
-        try:
-            machine = await engine.fork_live(self.machine, directory, limits, settled=True)
-            self.forks += 1
-            return machine
-        except (EngineFailed, OSError):
-            self._blame(limits)
-            raise
-        finally:
-            self._under_way -= 1
-            if not self._under_way:
-                self._idle.set()
-
-    async def end(self) -> None:
-        """Safe to repeat."""
-        self._ending = True
-        while self._under_way:
-            await self._idle.wait()
-        self.agent.close()
-        await self.machine.kill()
-
-    def view(self) -> TemplateView:
-        return TemplateView(
-            self.tag, self.machine.pid, self.memory_bytes, self.made_in_s, self.created_at_unix, self.forks
-        )
-
-
-def fits(templates: Iterable[Template], policy: TemplatePolicy, need_mib: float) -> bool:
-    """Whether one more may be there beside them. Pure."""
-    kept = list(templates)
-    held_mib = sum(each.memory_bytes for each in kept) / _MIB
-    return len(kept) < policy.count and held_mib + need_mib <= policy.memory_mib
-
-
-def choose_to_end(
-    templates: Iterable[Template], policy: TemplatePolicy, need_mib: float = EXPECTED_MIB
-) -> list[Template]:
-    """The templates to end so that one more fits: least recently used first, never one in use. Pure.
-
-    None at all where that would not be enough.
-    """
-    kept = sorted(templates, key=lambda template: template.used_at)
-    ended: list[Template] = []
-    for template in [each for each in kept if not each.busy]:
-        if fits(kept, policy, need_mib):
-            break
-        kept.remove(template)
-        ended.append(template)
-    return ended if fits(kept, policy, need_mib) else []
 
 
 @dataclass
@@ -227,7 +83,8 @@ class Templates:
             return template
         if not template.machine.death.done():  # that has been told
             _log.warning("The template of snapshot %s is ended: its forks failed", template.tag)
-            self._note_failure(template.key)
+            assert key is not None
+            self._note_failure(key)
             self._end_soon(template)
         return None
 
@@ -319,21 +176,41 @@ class Templates:
     async def _make(self, key: Key, frozen: Frozen, tag: str) -> Template:
         # One at a time: each takes a core, and room that the next one counts.
         async with self._turn:
-            for outdated in [each for each in self._ready.values() if each.key.directory == key.directory]:
+            for outdated in [each for at, each in self._ready.items() if at.directory == key.directory]:
                 await self._end(outdated)
             await self._make_room(EXPECTED_MIB)
             if available_mib() < RESERVE_MIB + EXPECTED_MIB:
                 raise NoCapacity(f"A template needs about {EXPECTED_MIB} MiB", hint="Free some memory")
             begun = time.monotonic()
             directory = self._directory / f"{PREFIX}{secrets.token_hex(6)}"
-            async with rehearsed(self._engine, frozen, directory) as (machine, agent):
-                held_bytes = await in_thread(lambda: _measure(machine))
+            make = rehearsed if frozen.settled else loaded
+            async with make(self._engine, frozen, directory) as (machine, agent):
+                held_bytes = await in_thread(lambda: measure(machine))
                 await self._make_room(held_bytes / _MIB)
-                template = Template(key, tag, machine, agent, held_bytes, time.monotonic() - begun)
+                made_in_s = time.monotonic() - begun
+                template = Template(key, tag, machine, agent, held_bytes, made_in_s, frozen.settled)
                 fault_point("template.ready")
-            self._ready[key] = template
-            machine.death.add_done_callback(lambda _: self._on_death(template))
+            self._keep(key, template)
             return template
+
+    def _keep(self, key: Key, template: Template) -> None:
+        self._ready[key] = template
+        template.machine.death.add_done_callback(lambda _: self._on_death(template))
+
+    async def adopt(self, directory: Path, template: Template) -> None:
+        """A branch whose snapshot is in `directory` now. Ended where there is no room for it."""
+        key = find_key(directory)
+        if key is None or self._closed or template.machine.death.done():
+            await template.end()
+            return
+        try:
+            await self._make_room(template.memory_bytes / _MIB)
+        except NoCapacity:
+            await template.unused()  # a spawn that has begun has no other way
+            await template.end()
+            return
+        template.key = key
+        self._keep(key, template)
 
     async def _make_room(self, need_mib: float) -> None:
         for template in choose_to_end(self._ready.values(), self.policy, need_mib):
@@ -356,7 +233,7 @@ class Templates:
         self._own(template.end())
 
     def _forget(self, template: Template) -> None:
-        if self._ready.get(template.key) is template:
+        if template.key is not None and self._ready.get(template.key) is template:
             del self._ready[template.key]
 
     def _own(self, work: Coroutine[Any, Any, None]) -> None:
@@ -370,24 +247,28 @@ class Templates:
             _log.error("Ending a template failed", exc_info=error)
 
     def _on_death(self, template: Template) -> None:
-        if self._ready.get(template.key) is template:
+        if template.key is not None and self._ready.get(template.key) is template:
             _log.warning("The template of snapshot %s ended: %s", template.tag, template.machine.death.result().status)
             self._end_soon(template)
 
 
 async def fork_machine(
-    engine: Engine, frozen: Frozen, directory: Path, limits: Limits, template: Template | None
+    engine: Engine, frozen: Frozen | None, directory: Path, limits: Limits, template: Template | None
 ) -> Machine:
-    """A child by way of the template where there is one, else from the snapshot's files."""
+    """A child by way of the template where there is one, else from the snapshot's files, where there are any."""
     if template is not None and template.usable:
         try:
             return await template.fork(engine, directory, limits)
         except (EngineFailed, OSError) as error:
+            if frozen is None:
+                raise
             _log.warning("%s is started the slower way: %s", directory.name, error)
+    if frozen is None:
+        raise NotForkable("The branch has ended, and is not on disk", hint="Branch the sandbox again")
     return await engine.fork(frozen, directory, limits)
 
 
-def _measure(machine: Machine) -> int:
+def measure(machine: Machine) -> int:
     try:
         return memory_use(machine.pid).anonymous_bytes
     except (OSError, KeyError):  # it has ended, and may be there as a zombie

@@ -1,12 +1,15 @@
-"""Workspaces: sandboxes with a name that can be suspended and resumed.
+"""Workspaces: sandboxes with a name that can be suspended and resumed, also after a reboot.
 
-A workspace has at most one sandbox, the newest row that bears its name; its status is what that sandbox is doing.
+A workspace has at most one sandbox, the newest row that bears its name; its status is what that sandbox is doing. A
+suspended one has none, only its state: a layer over its source. The state is complete on disk before the sandbox ends,
+and stays until the next one is.
 Changes of one workspace wait for each other, and go on to their end when their caller does not wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 import weakref
@@ -14,16 +17,22 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from forkd.errors import InvalidInput, NotFound
+from forkd.errors import Conflict, InvalidInput, NotFound
+from forkd.host.faults import fault_point
 from forkd.model.machine import NO_LIMITS, Limits
 from forkd.model.names import SnapshotTag, parse_name, parse_tag
 from forkd.model.sandbox import SandboxSpec, State
+from forkd.runtime.branch_files import BranchRequest
+from forkd.runtime.branches import Branches
 from forkd.runtime.registry import Registry, SandboxRecord, WorkspaceRow
 from forkd.runtime.sandboxes import Sandboxes
+from forkd.runtime.snapshot_view import SnapshotView
+from forkd.runtime.snapshots import Snapshots
 from forkd.runtime.spawn import Spawned
 
 T = TypeVar("T")
 
+ID_PREFIX = "ws-"
 RUNNING, SUSPENDED, STALE = "running", "suspended", "stale"
 
 
@@ -36,12 +45,20 @@ class WorkspaceRecord:
     live_sandbox_id: str | None
     created_at_unix: int
     last_active_unix: int
+    current_state_tag: SnapshotTag | None = None
 
 
 class Workspaces:
     def __init__(
-        self, registry: Registry, sandboxes: Sandboxes, spawn: Callable[[SandboxSpec], Awaitable[Spawned]]
+        self,
+        registry: Registry,
+        sandboxes: Sandboxes,
+        snapshots: Snapshots,
+        branches: Branches,
+        spawn: Callable[[SandboxSpec], Awaitable[Spawned]],
     ) -> None:
+        self._snapshots = snapshots
+        self._branches = branches
         self._registry = registry
         self._sandboxes = sandboxes
         self._spawn_sandboxes = spawn
@@ -57,7 +74,7 @@ class Workspaces:
         now = time.time()
         parsed, tag = parse_name(name, "workspace name"), parse_tag(snapshot_tag)
         # The row first: it holds the name. Without a sandbox it says "stale", which a crash now makes true.
-        row = WorkspaceRow(parsed, f"ws-{secrets.token_hex(8)}", tag, limits, now, now)
+        row = WorkspaceRow(parsed, f"{ID_PREFIX}{secrets.token_hex(8)}", tag, limits, now, now)
         return await self._alone(parsed, lambda: self._create(row))
 
     async def suspend(self, name: str) -> WorkspaceRecord:
@@ -89,15 +106,24 @@ class Workspaces:
         workspace = self.get(name)
         if workspace.status != RUNNING or workspace.live_sandbox_id is None:
             raise InvalidInput(f"Workspace {workspace.name} is {workspace.status}, not running")
-        await self._sandboxes.pause(workspace.live_sandbox_id)
-        return self._touched(workspace.name)
+        row, sandbox_id = self._row(name), workspace.live_sandbox_id
+        parent = row.source_snapshot_tag if self._snapshots.store.has(row.source_snapshot_tag) else None
+        request = BranchRequest(new_state_tag(row.id), parent_tag=parent, auto=True)
+        branch = await self._branches.branch(sandbox_id, request)
+        await self._branches.written(branch)
+        fault_point("suspend.written")
+        self._registry.set_workspace_state(row.name, branch.tag)
+        fault_point("suspend.recorded")
+        await self._end_sandboxes(row.name)
+        await self._drop_state(row.current_state_tag)
+        return self._touched(row.name)
 
     async def _resume(self, name: str) -> WorkspaceRecord:
         row, workspace = self._row(name), self.get(name)
         if workspace.status == RUNNING:
             raise InvalidInput(f"Workspace {row.name} runs already")
         if workspace.status == SUSPENDED and workspace.live_sandbox_id is not None:
-            await self._sandboxes.resume(workspace.live_sandbox_id)
+            await self._sandboxes.resume(workspace.live_sandbox_id)  # it was paused, by hand or by its deadline
         else:
             await self._end_sandboxes(row.name)
             await self._spawn(row)
@@ -107,9 +133,24 @@ class Workspaces:
         row = self._row(name)
         await self._end_sandboxes(row.name)
         self._registry.remove_workspace(row.name)
+        await self._drop_state(row.current_state_tag)
 
     async def _spawn(self, row: WorkspaceRow) -> None:
-        await self._spawn_sandboxes(SandboxSpec(row.source_snapshot_tag, limits=row.limits, workspace=row.name))
+        tag = row.current_state_tag or row.source_snapshot_tag
+        await self._spawn_sandboxes(SandboxSpec(tag, limits=row.limits, workspace=row.name))
+
+    async def _drop_state(self, tag: SnapshotTag | None) -> None:
+        """The state before; unless somebody made something of it meanwhile."""
+        if tag is not None:
+            with contextlib.suppress(Conflict, NotFound):
+                await self._snapshots.remove(tag)
+
+    async def recover(self) -> None:
+        """After a crash: states that no workspace has, as they were replaced or never recorded."""
+        kept = {row.current_state_tag for row in self._registry.list_workspaces()}
+        for view in self._snapshots.list():
+            if is_state(view) and view.tag not in kept:
+                await self._drop_state(view.tag)
 
     async def _end_sandboxes(self, name: str) -> None:
         """One, as a rule: what it replaced may still be on its way out."""
@@ -131,19 +172,33 @@ class Workspaces:
 
     def _seen(self, row: WorkspaceRow) -> WorkspaceRecord:
         record = next(iter(self._registry.list_in_workspace(row.name)), None)
-        status = find_status(record)
+        status = find_status(record, row.current_state_tag)
         return WorkspaceRecord(
             id=row.id,
             name=row.name,
             source_snapshot_tag=row.source_snapshot_tag,
             status=status,
-            live_sandbox_id=record.id if record is not None and status != STALE else None,
+            live_sandbox_id=record.id if record is not None and is_alive(record) else None,
             created_at_unix=int(row.created_at_unix),
             last_active_unix=int(row.last_active_unix),
+            current_state_tag=row.current_state_tag,
         )
 
 
-def find_status(record: SandboxRecord | None) -> str:
-    if record is None or record.state in (State.DEAD, State.STOPPING):
-        return STALE
+def new_state_tag(workspace_id: str) -> SnapshotTag:
+    return parse_tag(f"{workspace_id}-{secrets.token_hex(4)}")
+
+
+def is_state(view: SnapshotView) -> bool:
+    origin = view.manifest.origin if view.manifest else None
+    return origin is not None and origin.auto and view.tag.startswith(ID_PREFIX)
+
+
+def is_alive(record: SandboxRecord) -> bool:
+    return record.state not in (State.DEAD, State.STOPPING)
+
+
+def find_status(record: SandboxRecord | None, state_tag: str | None) -> str:
+    if record is None or not is_alive(record):
+        return STALE if state_tag is None else SUSPENDED
     return SUSPENDED if record.state is State.PAUSED else RUNNING

@@ -45,11 +45,34 @@ class SandboxInfo(TypedDict):
     metadata: dict[str, str]
     workspace: str | None
     way: Literal["start", "fork"] | None
+    parent_id: str | None  # the sandbox it was forked from
+    lineage: str  # the same for all that came from one sandbox
+    depth: int  # forks between it and the first of its lineage
+    forked_at_unix: float | None
     phases_ms: NotRequired[dict[str, float]]
 
 
 class SpawnCancelled(TypedDict):
     removed: list[str]  # ids
+
+
+class PackUpload(TypedDict):
+    id: str
+    offset: int
+    done: bool
+    unpacked_bytes: int
+    total_bytes: int | None  # unpacked; known once the head of the pack is there
+    expires_in_secs: float
+
+
+class PackImported(TypedDict):
+    tag: str
+    made: list[str]
+    reused: list[str]
+    image_id: str
+    image_reused: bool
+    key: str | None
+    warning: str | None
 
 
 class SnapshotInfo(TypedDict):
@@ -58,11 +81,16 @@ class SnapshotInfo(TypedDict):
     created_at_unix: int
     status: Literal["writing", "ready", "failed"]
     bootable: bool
+    usable: bool  # can be forked now, also while it is written
+    parent_tag: NotRequired[str]
     branched_from: NotRequired[str]
     pause_ms: NotRequired[int]
     diff_ms: NotRequired[int]
     diff_physical_bytes: NotRequired[int]
     diff_logical_bytes: NotRequired[int]
+    diff_dirty_bytes: NotRequired[int]  # of pages that were looked at
+    checkpoint: NotRequired[str]  # its name, of a checkpoint of `branched_from`
+    auto: NotRequired[bool]  # nobody chose its tag
     warning: NotRequired[str]
     code: NotRequired[str]
     image_id: NotRequired[str]
@@ -87,6 +115,35 @@ class SnapshotInfoDetail(TypedDict):
     chain_depth: int
     dependents: list[str]
     ancestors: list[str]
+    unique_bytes: int  # on disk, gone when it is removed
+
+
+class CheckpointInfo(TypedDict):
+    name: str
+    tag: str
+    created_at_unix: int
+    status: Literal["writing", "ready", "failed"]
+    pause_ms: int
+    bytes_dirty: NotRequired[int]
+
+
+class Pruned(TypedDict):
+    tag: str
+    bytes: int
+    why: str
+
+
+class PruneResult(TypedDict):
+    removed: list[Pruned]
+    kept: int
+    dry_run: bool
+
+
+class VerifyResult(TypedDict):
+    tag: str
+    files: int
+    bytes: int
+    chain: list[str]  # root first, with the tag itself
 
 
 class TemplateInfo(TypedDict):
@@ -237,16 +294,26 @@ class Event(TypedDict):
     data: dict[str, Any]
 
 
+class LineageSandbox(SandboxInfo):
+    unique_bytes: NotRequired[int]  # memory that only this VM holds, where the host can tell
+
+
 class LineageSnapshot(TypedDict):
     tag: str
-    parent_tag: str | None
+    parent_tag: str | None  # whose layer it is
+    branched_from: str | None  # a sandbox, also one that is gone
+    checkpoint: str | None  # its name, when it is a checkpoint of that sandbox
+    auto: bool  # nobody chose its tag
     status: Literal["writing", "ready", "failed"]
-    sandboxes: list[SandboxInfo]
+    created_at_unix: int
+    depth: int  # layers below it
+    unique_bytes: int  # on disk, gone when it is removed
+    sandboxes: list[LineageSandbox]  # whose snapshot_tag it is
 
 
 class Lineage(TypedDict):
     snapshots: list[LineageSnapshot]
-    orphans: list[SandboxInfo]
+    orphans: list[LineageSandbox]  # whose snapshot is gone, or never had a tag
 
 
 def required_keys(body: Any) -> list[str]:

@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -16,8 +16,9 @@ from forkd.daemon.errors import with_status
 from forkd.daemon.inputs import (
     MAX_ID,
     Body,
-    BranchBody,
+    ChildrenBody,
     Flag,
+    ForkBody,
     Limit,
     PageToken,
     SandboxId,
@@ -32,13 +33,14 @@ from forkd.daemon.inputs import (
 from forkd.daemon.render import next_page, render_sandbox, render_spawned, render_workspace, take_page
 from forkd.daemon.route import Answer, InHeader, Raw, route
 from forkd.errors import InvalidInput, Unsupported
-from forkd.model.names import parse_tag
+from forkd.model.names import SnapshotTag, parse_tag
 from forkd.model.sandbox import OnTimeout, SandboxSpec, State, check_pairs
 from forkd.runtime.registry import IdempotencyKey, SandboxQuery
+from forkd.runtime.spawn import Spawned
 from forkd.runtime.workspaces import WorkspaceRecord
 from forkd.wire.api import SandboxInfo, SpawnCancelled, WorkspaceInfo
 
-_MAX_KEY = 200
+MAX_KEY = 200
 _KEY = re.compile(r"[\x20-\x7e]{1,200}")
 _STATES = "|".join(state.value for state in State)
 
@@ -77,29 +79,34 @@ async def spawn_sandboxes(
     call: Call,
     body: SpawnBody,
     phases: Flag = False,
-    idempotency_key: Annotated[str, Field(max_length=_MAX_KEY), InHeader()] | None = None,
+    idempotency_key: Annotated[str, Field(max_length=MAX_KEY), InHeader()] | None = None,
 ) -> Answer[list[SandboxInfo]]:
     """Fork `n`."""
-    spec = parse_spec(body)
+    spec = parse_spec(body, call.token)
     key = None if idempotency_key is None else parse_key(idempotency_key, call.token or "", call.json)
     begun = time.perf_counter()
     spawned = await call.runtime.spawn(spec, key=key)
-    metrics = call.daemon.metrics
     if spawned.fork_s:  # else the same request made these before
-        metrics.spawn_s.observe(time.perf_counter() - begun)
+        call.daemon.metrics.spawn_s.observe(time.perf_counter() - begun)
+    count_spawn(call, spawned)
+    headers = {"X-Forkd-Failed": str(spawned.failed)} if spawned.failed else {}
+    return Answer(render_spawned(spawned, phases=phases), headers=headers)
+
+
+def count_spawn(call: Call, spawned: Spawned) -> None:
+    metrics = call.daemon.metrics
+    if spawned.fork_s:
         metrics.spawned.inc(len(spawned.records))
     for way in spawned.ways:
         metrics.forks.labels(way.value).inc()
     for took_s in spawned.contract_s:
         metrics.identity_s.observe(took_s)
     call.sandboxes += [record.id for record in spawned.records]
-    headers = {"X-Forkd-Failed": str(spawned.failed)} if spawned.failed else {}
-    return Answer(render_spawned(spawned, phases=phases), headers=headers)
 
 
 @route("DELETE", "/v1/spawns", plus=True)
 async def cancel_spawn(
-    call: Call, idempotency_key: Annotated[str, Field(max_length=_MAX_KEY), InHeader()]
+    call: Call, idempotency_key: Annotated[str, Field(max_length=MAX_KEY), InHeader()]
 ) -> SpawnCancelled:
     """Remove what the spawn of this `Idempotency-Key` made, and refuse the key from now on. Never spawns."""
     check_key(idempotency_key)
@@ -160,14 +167,6 @@ async def read_console(call: Call, id: SandboxId) -> bytes:
     return (await call.runtime.sandboxes.console(id)).encode("utf-8", "replace")
 
 
-@route("POST", "/v1/sandboxes/{id}/branch", errors=(409, 501))
-async def branch_sandbox(call: Call, id: SandboxId, body: BranchBody) -> NoReturn:
-    """Not built yet. The body is checked."""
-    check_branch(body)
-    call.runtime.sandboxes.get(id)
-    raise Unsupported("A running sandbox cannot be branched yet", hint="Fork its snapshot again instead")
-
-
 @route("GET", "/v1/workspaces")
 async def list_workspaces(
     call: Call, limit: Limit | None = None, page_token: PageToken | None = None
@@ -197,13 +196,13 @@ async def delete_workspace(call: Call, name: TagInPath) -> None:
 
 @route("POST", "/v1/workspaces/{name}/suspend", errors=(409, 502, 504))
 async def suspend_workspace(call: Call, name: TagInPath, body: SuspendBody) -> WorkspaceInfo:
-    """`{}` is enough. Pauses the VM, which stays in memory until BRANCH lands."""
+    """`{}` is enough. Its state is written to disk, and its VM ends."""
     return _render_workspace(call, await call.runtime.workspaces.suspend(name))
 
 
 @route("POST", "/v1/workspaces/{name}/resume", errors=(409, 501, 502, 504))
 async def resume_workspace(call: Call, name: TagInPath) -> WorkspaceInfo:
-    """Continues; a stale one starts again from its source."""
+    """Goes on from its state; a stale one starts again from its source."""
     return _render_workspace(call, await call.runtime.workspaces.resume(name))
 
 
@@ -213,43 +212,39 @@ def _render_workspace(call: Call, record: WorkspaceRecord) -> WorkspaceInfo:
     return render_workspace(record)
 
 
-def check_branch(body: BranchBody) -> None:
-    """What can never be asked for, in the order of forkd's own checks."""
-    for tag in (body.tag, body.parent_tag):
-        if tag is not None:
-            parse_tag(tag)
-    if body.mode is not None and (body.diff or body.live):
-        raise InvalidInput("mode excludes diff and live")
-    if body.measure_diff + (body.diff or body.mode == "diff") + (body.live or body.mode == "live") > 1:
-        raise InvalidInput("measure_diff, diff and live exclude each other")
-    if not body.wait and not (body.live or body.mode == "live"):
-        raise InvalidInput("wait=false needs a live branch")
-    if body.parent_tag is not None and not (body.diff or body.mode == "diff"):
-        raise InvalidInput("parent_tag needs a diff")
-
-
-def parse_spec(body: SpawnBody) -> SandboxSpec:
-    if body.live_fork or body.hugepages:
-        asked = "live_fork" if body.live_fork else "hugepages"
-        error = Unsupported(f"{asked} is not built yet", hint="Ask without it: forks share memory as they are")
+def parse_spec(body: SpawnBody, owner: str | None) -> SandboxSpec:
+    """`live_fork` is for forkd, where a branch needs it; here every sandbox can be branched."""
+    if body.hugepages:
+        error = Unsupported("hugepages is not built yet", hint="Ask without it: forks share memory as they are")
         raise with_status(error, 400)
     return SandboxSpec(
         snapshot_tag=parse_tag(body.snapshot_tag),
         n=body.n,
-        limits=body.limits(),
-        timeout_s=body.timeout_secs,
-        on_timeout=OnTimeout(body.on_timeout),
-        env=body.env,
-        labels=body.labels,
-        metadata=body.metadata,
+        **_common(body, owner),
         agent_port=body.agent_port,
         allow_partial=body.allow_partial,
     )
 
 
+def parse_fork_spec(body: ForkBody, tag: SnapshotTag, owner: str | None) -> SandboxSpec:
+    return SandboxSpec(snapshot_tag=tag, n=body.count, **_common(body, owner))
+
+
+def _common(body: ChildrenBody, owner: str | None) -> dict[str, Any]:
+    return {
+        "limits": body.limits(),
+        "timeout_s": body.timeout_secs,
+        "on_timeout": OnTimeout(body.on_timeout),
+        "env": body.env,
+        "labels": body.labels,
+        "metadata": body.metadata,
+        "owner": owner,
+    }
+
+
 def check_key(key: str) -> None:
     if _KEY.fullmatch(key) is None:
-        raise InvalidInput(f"Idempotency-Key must be 1 to {_MAX_KEY} printable ASCII characters")
+        raise InvalidInput(f"Idempotency-Key must be 1 to {MAX_KEY} printable ASCII characters")
 
 
 def parse_key(key: str, owner: str, raw: Any) -> IdempotencyKey:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from forkd.daemon.call import Call, Daemon
 from forkd.daemon.errors import with_status
-from forkd.daemon.inputs import CompactBody, Flag, Limit, PageToken, SnapshotBody, TagInPath
+from forkd.daemon.inputs import Flag, Limit, PageToken, SnapshotBody, TagInPath
 from forkd.daemon.render import render_snapshot, render_snapshot_detail, render_template, take_page
 from forkd.daemon.route import Answer, route
-from forkd.errors import InvalidInput, Unsupported
+from forkd.errors import InvalidInput
 from forkd.host.threads import in_thread
 from forkd.image import ImageStore
 from forkd.model.machine import MachineSpec
@@ -56,16 +54,18 @@ async def get_snapshot(call: Call, tag: TagInPath) -> SnapshotInfo:
 
 @route("DELETE", "/v1/snapshots/{tag}", errors=(409,))
 async def delete_snapshot(call: Call, tag: TagInPath, cascade: Flag = False, force: Flag = False) -> None:
-    """Both flags true: 400. An unfinished one is given up."""
+    """An unfinished one is given up. Layers over it: 409, unless `cascade` (they go too) or `force` (they stay, of no
+    use); both: 400."""
     if cascade and force:
         raise InvalidInput("cascade and force exclude each other")
-    await call.runtime.snapshots.remove(parse_tag(tag))
+    await call.runtime.snapshots.remove(parse_tag(tag), cascade=cascade, force=force)
 
 
 @route("GET", "/v1/snapshots/{tag}/info", errors=(409,))
 async def get_snapshot_info(call: Call, tag: TagInPath) -> SnapshotInfoDetail:
-    """Its size."""
-    return render_snapshot_detail(call.runtime.snapshots.detail(parse_tag(tag)))
+    """Its size, the snapshots it stands on, and those that stand on it."""
+    view = call.runtime.snapshots.get(parse_tag(tag))
+    return render_snapshot_detail(await in_thread(lambda: call.runtime.snapshots.look_at(view)))
 
 
 @route("POST", "/v1/snapshots/{tag}/warm", errors=(409, 422, 501, 502, 504), plus=True)
@@ -84,15 +84,6 @@ async def list_templates(
     """By tag."""
     page = [render_template(view) for view in call.runtime.templates.views()]
     return take_page(page, "tag", limit, page_token)
-
-
-@route("POST", "/v1/snapshots/{tag}/compact", errors=(409, 501))
-async def compact_snapshot(call: Call, tag: TagInPath, body: CompactBody) -> NoReturn:
-    """No chains yet."""
-    if parse_tag(body.to) == parse_tag(tag):
-        raise InvalidInput("A snapshot cannot be compacted into itself")
-    call.runtime.snapshots.get(parse_tag(tag))
-    raise Unsupported("There are no chains to compact yet", hint="Every snapshot is whole: use it as it is")
 
 
 async def _find_image(daemon: Daemon, body: SnapshotBody) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from starlette.responses import Response
 
@@ -14,13 +14,14 @@ from forkd.daemon import metrics
 from forkd.daemon.call import Call, Daemon
 from forkd.daemon.errors import Stopping
 from forkd.daemon.inputs import MAX_LIMIT, Flag, Limit, Number, ShortText
-from forkd.daemon.render import render_event_record, render_sandbox
+from forkd.daemon.render import render_event_record, render_lineage, render_sandbox
 from forkd.daemon.route import InHeader, Raw, route
 from forkd.daemon.streams import EVENTS, EventStream, Pieces, render_event
 from forkd.errors import InvalidInput, NoCapacity
 from forkd.model.sandbox import LIVE, State
 from forkd.runtime.events import EventLog
-from forkd.wire.api import Event, Health, Lineage, LineageSnapshot, Readiness, VersionResponse
+from forkd.runtime.registry import SandboxRecord
+from forkd.wire.api import Event, Health, Lineage, LineageSandbox, Readiness, VersionResponse
 
 _MAX_ID_DIGITS = 19
 
@@ -74,19 +75,19 @@ async def answer_metrics(call: Call) -> bytes:
 
 @route("GET", "/v1/lineage", plus=True)
 async def show_lineage(call: Call) -> Lineage:
-    """`{"snapshots": [{"tag", "parent_tag", "status", "sandboxes": [SandboxInfo]}], "orphans": [SandboxInfo]}`;
-    the snapshot of an orphan is gone."""
-    lineage = call.runtime.lineage()
-    snapshots: list[LineageSnapshot] = [
-        {
-            "tag": view.tag,
-            "parent_tag": None,
-            "status": view.status,  # type: ignore[typeddict-item]
-            "sandboxes": [render_sandbox(record) for record in records],
-        }
-        for view, records in lineage.snapshots
+    """Snapshots with their parents and the sandboxes forked from each; the snapshot of an orphan is gone. What each
+    holds alone is `unique_bytes`: on disk, or in memory."""
+    lineage = await call.runtime.lineage()
+    snapshots = [
+        render_lineage(each.detail, [_render_member(*member) for member in each.sandboxes])
+        for each in lineage.snapshots
     ]
-    return {"snapshots": snapshots, "orphans": [render_sandbox(record) for record in lineage.orphans]}
+    return {"snapshots": snapshots, "orphans": [_render_member(*member) for member in lineage.orphans]}
+
+
+def _render_member(record: SandboxRecord, unique_bytes: int | None) -> LineageSandbox:
+    info = cast(LineageSandbox, render_sandbox(record))
+    return info if unique_bytes is None else info | {"unique_bytes": unique_bytes}
 
 
 @route("GET", "/v1/events", streams=Raw(EVENTS, "A list, or with follow=true a stream"), plus=True)
@@ -124,6 +125,8 @@ async def _follow(log: EventLog, what: Mapping[str, Any]) -> Pieces:
 def _look(seen: metrics.Metrics, daemon: Daemon) -> None:
     counts = daemon.runtime.sandboxes.counts()
     seen.snapshots.set(len(daemon.runtime.snapshots.list()))
+    seen.branches.set(daemon.runtime.branches.in_flight)
+    seen.branch_cap.set(daemon.runtime.branches.at_once)
     seen.sandboxes.set(sum(counts.get(state, 0) for state in LIVE))
     for state in State:
         seen.by_state.labels(state.value).set(counts.get(state, 0))

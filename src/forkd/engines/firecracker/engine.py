@@ -8,7 +8,16 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from forkd.engines.base import BootSpec, Frozen, Machine, Phases, WithoutLiveForks
+from forkd.engines.base import (
+    MEMORY_FILE,
+    STATE_FILE,
+    BootSpec,
+    Frozen,
+    Machine,
+    Phases,
+    Saved,
+    WithoutLiveForks,
+)
 from forkd.engines.firecracker.api import Api
 from forkd.engines.firecracker.jail import API_SOCKET, Given, Slot
 from forkd.engines.firecracker.machine import FirecrackerMachine
@@ -34,8 +43,6 @@ from forkd.model.machine import NO_LIMITS, Limits
 
 _log = logging.getLogger(__name__)
 
-MEMORY_FILE = "memory"
-STATE_FILE = "state"
 # What Firecracker calls what it is given. The root's name is frozen into snapshots.
 _ROOT, _KERNEL, _INITRD, _OUT = "root.erofs", "kernel", "initrd", "out"
 
@@ -102,14 +109,23 @@ class FirecrackerEngine(WithoutLiveForks):
         given = {
             _ROOT: Given(frozen.boot.root),
             STATE_FILE: Given(frozen.directory / STATE_FILE),
-            MEMORY_FILE: Given(frozen.directory / MEMORY_FILE),
+            MEMORY_FILE: Given(frozen.memory_file),
         }
         slot = Slot(directory, self._jails)
         with made_directory(directory):
+            if slot.jailed:  # else it is there anyway
+                (directory / MEMORY_FILE).symlink_to(frozen.memory_file.absolute())
             machine = self._start(slot, given, limits, _MAX_CONSOLE_BYTES, parent=False)
         tap = self._tap(slot)
-        machine.start([render_load(STATE_FILE, MEMORY_FILE, tap)], tap)
+        load = render_load(STATE_FILE, MEMORY_FILE, tap, resume=not frozen.runs)
+        machine.start([load], tap, frozen.runs)
         return machine
+
+    async def save(self, machine: Machine, into: Path) -> Saved:
+        assert isinstance(machine, FirecrackerMachine)
+        state, memory = await machine.save()
+        await in_thread(lambda: _write_readable(into / STATE_FILE, state))
+        return Saved(self._platform, memory)
 
     async def adopt(self, directory: Path, leader: Marked | None = None) -> Machine:
         slot = Slot.found(directory)
@@ -145,3 +161,9 @@ class FirecrackerEngine(WithoutLiveForks):
             )
         api = Api(slot.root / API_SOCKET)
         return FirecrackerMachine(slot, process, phases, api, group=group, parent=parent)
+
+
+def _write_readable(path: Path, data: bytes) -> None:
+    """By each child, which is a user of its own."""
+    path.write_bytes(data)
+    path.chmod(0o644)

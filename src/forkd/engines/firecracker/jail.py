@@ -5,9 +5,10 @@ remembers those names, and in every child they mean the child's own.
 
     <directory>/console.log                 ours: what the guest and a failing jailer wrote
     <directory>/fstab                       ours: what is bound into the jail
+    <directory>/memory                      ours: a link to the memory file it was given
     <directory>/firecracker/<id>/root/      the jail; without one, all of it is in <directory>
         root.erofs memory state             what it is given: bound (in its own mount namespace) or linked
-        api.sock agent.sock firecracker.log what it makes
+        api.sock agent.sock firecracker.log what it makes; `saved` for a moment
 
 A jailed Firecracker owns its root and may put anything there. Who opens something in it follows no links.
 """

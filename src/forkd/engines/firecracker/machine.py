@@ -4,32 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import stat
 import time
-from collections.abc import Awaitable, Sequence
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
-from forkd.engines.base import ExitReason, Phases, tail_of
+from forkd.engines.base import MEMORY_FILE, ExitReason, Phases, tail_of
 from forkd.engines.firecracker.api import Api, open_stream
 from forkd.engines.firecracker.jail import VMM_LOG, Slot
 from forkd.engines.firecracker.plan import (
     AGENT_VSOCK_PORT,
     Call,
+    is_saved,
     parse_paused,
     render_look,
     render_pause,
     render_resume,
+    render_save,
 )
 from forkd.engines.machine import AGENT_SOCKET, ProcessMachine, is_dying, parse_exit
-from forkd.errors import EngineFailed, GuestDied
+from forkd.engines.runs import write_runs
+from forkd.errors import EngineFailed, GuestDied, Unsupported
 from forkd.host.cgroup import Group
 from forkd.host.marked import kill_marked
+from forkd.host.pages import LiveMemory, find_memory
 from forkd.host.process import KILL_DEADLINE_S, Exited, ExitStatus, WatchedProcess, children_of, take_over
 from forkd.host.system import start_time_ticks
 from forkd.host.tap import make_tap
 from forkd.host.threads import in_thread
+from forkd.host.trees import remove_directory
+from forkd.model.memory import Run
 
 # How a shell tells that what it ran was ended by a signal.
 _SIGNALLED = 128
@@ -37,6 +46,11 @@ _SIGNALLED = 128
 _BOOT_PATIENCE_S = 180.0
 _PATIENCE_S = 30.0
 _HANG_UP_DEADLINE_S = 5.0
+
+# What a VM that is saved is written to, in a root that is Firecracker's own.
+_SAVED = "saved"
+_MAX_STATE_BYTES = 16 * 1024 * 1024
+_AS_ROOT = "Run forkd as root, with Firecracker's jailer"
 
 T = TypeVar("T")
 
@@ -61,23 +75,29 @@ class FirecrackerMachine(ProcessMachine):
         self._first: WatchedProcess | None = None  # in the pid namespace of a jail: what ends it ends all
         self._vmm_pid: int | None = None
         self._stream: socket.socket | None = None  # of a parent: what was handed out, ours too
+        self._handed_out: weakref.ref[socket.socket] | None = None  # what was, as long as its owner has it
+        self._saved = False  # since it stands still
 
     @property
     def pid(self) -> int:
         """Firecracker's, once it was seen; before that its keeper's."""
         return super().pid if self._vmm_pid is None else self._vmm_pid
 
-    def start(self, calls: Sequence[Call], tap: str | None) -> None:
-        """`tap`: made before it is asked for."""
-        self._begin(self._start(calls, tap))
+    def start(self, calls: Sequence[Call], tap: str | None, runs: Sequence[Run] = ()) -> None:
+        """`tap`: made before it is asked for. `runs`: what is written into its memory before it goes on."""
+        self._begin(self._start(calls, tap, runs))
 
-    async def _start(self, calls: Sequence[Call], tap: str | None) -> None:
+    async def _start(self, calls: Sequence[Call], tap: str | None, runs: Sequence[Run]) -> None:
         await self.reach_api()
         self.phases.mark("process start", time.monotonic())
         if tap is not None:
             await in_thread(lambda: make_tap(tap, self.pid, self._slot.owner))
         for call in calls:
             await self.ask(call)
+        if runs:
+            self.phases.mark("state load", time.monotonic())
+            await in_thread(lambda: self._write(runs))
+            await self.ask(render_resume())
         if not self._parent:
             self.phases.mark("resume", time.monotonic())
 
@@ -98,9 +118,12 @@ class FirecrackerMachine(ProcessMachine):
         if not found:
             raise EngineFailed(f"There is no {AGENT_SOCKET} of {self._directory.name}")
 
-    async def ask(self, call: Call) -> object:
-        """Raises GuestDied when Firecracker dies of it, EngineFailed when it refuses; both with its last lines."""
-        return await self._answered(f"{call.method} {call.path}", self._api.call(call))
+    async def ask(self, call: Call, expected: Callable[[str], bool] = lambda _: False) -> object:
+        """Raises GuestDied when Firecracker dies of it, EngineFailed when it refuses; both with its last lines.
+
+        `expected`: a refusal that it does not die of.
+        """
+        return await self._answered(f"{call.method} {call.path}", self._api.call(call), expected)
 
     async def pause(self) -> None:
         await self.running()
@@ -111,6 +134,46 @@ class FirecrackerMachine(ProcessMachine):
         await self.running()
         await self.ask(render_resume())
         self._paused = False
+        if self._saved:
+            self._saved = False
+            self._cut_stream()
+
+    async def save(self) -> tuple[bytes, LiveMemory]:
+        """The device state of a paused VM, and where its memory is.
+
+        Firecracker tells the guest, when that goes on, that all its streams are lost; so is ours.
+        """
+        await self.running()
+        if not self._paused:
+            raise EngineFailed("Only a paused VM can be saved", hint="Pause it first")
+        memory = await in_thread(self._find_memory)
+        place = self._slot.root / _SAVED
+        await in_thread(lambda: _remove(place))
+        self._saved = True
+        try:
+            await self.ask(render_save(_SAVED), is_saved)
+            raise EngineFailed("Firecracker wrote memory that it was not given a place for")
+        except EngineFailed as error:
+            if not is_saved(error.message):
+                raise
+        try:
+            return await in_thread(lambda: _read_bounded(place)), memory
+        finally:
+            await in_thread(lambda: _remove(place))
+
+    def _find_memory(self) -> LiveMemory:
+        try:
+            return find_memory(self.pid, (self._directory / MEMORY_FILE).readlink())
+        except OSError as error:
+            raise EngineFailed("The VM was started where it could not be saved", hint="Fork it again") from error
+
+    def _write(self, runs: Sequence[Run]) -> None:
+        try:
+            write_runs(self._find_memory(), runs)
+        except PermissionError as error:
+            raise Unsupported("Firecracker's memory cannot be written here, as for a layer", hint=_AS_ROOT) from error
+        except OSError as error:
+            raise EngineFailed(f"A layer could not be read: {error.strerror}") from error
 
     async def release(self) -> None:
         await super().release()
@@ -136,19 +199,27 @@ class FirecrackerMachine(ProcessMachine):
         if self._parent:
             self._forget_stream()
             self._stream = sock.dup()
+        self._handed_out = weakref.ref(sock)
         return sock
+
+    def _cut_stream(self) -> None:
+        """Who reads it would else wait for a guest that knows nothing of it any more."""
+        sock = self._handed_out() if self._handed_out else None
+        if sock is not None:
+            with contextlib.suppress(OSError):  # it is closed
+                sock.shutdown(socket.SHUT_RDWR)
 
     def _forget_stream(self) -> None:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
 
-    async def _answered(self, step: str, answer: Awaitable[T]) -> T:
+    async def _answered(self, step: str, answer: Awaitable[T], expected: Callable[[str], bool] = lambda _: False) -> T:
         """The answer, unless Firecracker ends first."""
         try:
             return await self._process.unless_it_exits(answer)
         except EngineFailed as error:
-            if not await is_dying(self._process):
+            if expected(error.message) or not await is_dying(self._process):
                 raise EngineFailed(error.message, hint=error.hint, details=self._last_words()) from error
         except Exited:
             pass
@@ -197,3 +268,24 @@ class FirecrackerMachine(ProcessMachine):
     def _last_words(self) -> str | None:
         """Of Firecracker, or of what failed before there was one; that is among what the guest wrote."""
         return "\n".join(part for part in (self._vmm_output(), self.console_tail().strip()) if part) or None
+
+
+def _read_bounded(path: Path) -> bytes:
+    """What Firecracker, which may have been broken into, wrote in its own root: no link, no pipe, no more than that."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+            data = file.read(_MAX_STATE_BYTES + 1) if is_file else b""
+    except OSError as error:
+        raise EngineFailed(f"What Firecracker saved cannot be read: {error.strerror}") from error
+    if not data or len(data) > _MAX_STATE_BYTES:
+        raise EngineFailed(f"What Firecracker saved is not a file of up to {_MAX_STATE_BYTES} bytes")
+    return data
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        remove_directory(path)

@@ -26,6 +26,8 @@ FREEZE_DEADLINE_S = 600.0
 _NEEDED = {"firecracker": "Firecracker", "cpu": "the CPU", "network": "the network"}
 _OLDEST_WITH_OVERRIDES = (1, 12)
 _NIC = "eth0"
+_NOWHERE = "nowhere"
+_NO_MEMORY_FILE = "Cannot perform open on the memory backing file"
 _GUEST_CID = 3  # the first that is free; each Firecracker has a vsock of its own
 # A reset through the keyboard controller is how a guest ends; the other parts of that controller are not looked for.
 _KEYBOARD_ARGS = "reboot=k i8042.noaux i8042.nomux i8042.nopnp i8042.dumbkbd"
@@ -76,7 +78,18 @@ def render_freeze(state: str, memory: str) -> list[Call]:
     return [render_pause(), Call("PUT", "/snapshot/create", create, FREEZE_DEADLINE_S)]
 
 
-def render_load(state: str, memory: str, tap: str | None = None) -> Call:
+def render_save(state: str) -> Call:
+    """To be refused: Firecracker writes the state, and then cannot open a file for memory, which we read ourselves."""
+    create = {"snapshot_type": "Full", "snapshot_path": state, "mem_file_path": f"{_NOWHERE}/memory"}
+    return Call("PUT", "/snapshot/create", create)
+
+
+def is_saved(refusal: str) -> bool:
+    """Whether it was refused for its memory file, which comes last."""
+    return _NO_MEMORY_FILE in refusal
+
+
+def render_load(state: str, memory: str, tap: str | None = None, *, resume: bool = True) -> Call:
     """The memory file is mapped privately: it stays as it is, and its pages are shared until they are written to.
 
     `tap` takes the place of the parent's, of which the snapshot knows the name.
@@ -84,7 +97,7 @@ def render_load(state: str, memory: str, tap: str | None = None) -> Call:
     load: dict[str, Any] = {
         "snapshot_path": state,
         "mem_backend": {"backend_type": "File", "backend_path": memory},
-        "resume_vm": True,
+        "resume_vm": resume,
     }
     if tap is not None:
         load["network_overrides"] = [{"iface_id": _NIC, "host_dev_name": tap}]

@@ -6,35 +6,27 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from forkd.engines.base import Phases, Way
-from forkd.engines.machine import (
-    AGENT_SOCKET,
-    CONSOLE,
-    connect_to,
-    connected_socket,
-    grouped,
-    listening_socket,
-    made_directory,
-)
-from forkd.engines.qemu.machine import VMM_LOG, QemuMachine
-from forkd.engines.qemu.monitor import QMP_SOCKET, Monitor
+from forkd.engines.machine import AGENT_SOCKET, connect_to, grouped, made_directory
+from forkd.engines.qemu.ends import AGENT, Ends, find_roles, opened_ends, render_choice
+from forkd.engines.qemu.machine import SAVED_STATE, QemuMachine
+from forkd.engines.qemu.monitor import Monitor
 from forkd.errors import EngineFailed, NotForkable
 from forkd.host.cgroup import Group
 from forkd.host.marked import find_mark_place
 from forkd.host.process import WatchedProcess
 from forkd.host.procfork.blueprint import ForkPlan
 from forkd.host.procfork.child import Child, Holder
-from forkd.host.procfork.descriptors import Action, Choice, Descriptor, Ours
 from forkd.host.procfork.program import Call
-from forkd.host.procfork.ptrace import take_descriptor
 from forkd.host.procfork.registers import POLLS
 from forkd.host.threads import finished
 from forkd.model.machine import NO_LIMITS, Limits
@@ -52,9 +44,6 @@ _DENIED = b",spawn=deny,"
 _CODE_BUFFER = re.compile("^([0-9a-f]+)-([0-9a-f]+) rwxp 0+ 00:00 0 *$", re.MULTILINE)
 # What is before and behind the VM's name among its arguments, and so the room for another one.
 _BEFORE_NAME, _BEHIND_NAME = b"\0-name\0", b"\0-nodefaults\0"
-AGENT = "agent"
-_SO_ACCEPTCONN = 30
-_LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
 async def finished_or_killed(forking: Coroutine[Any, Any, QemuMachine]) -> QemuMachine:
@@ -70,7 +59,7 @@ async def finished_or_killed(forking: Coroutine[Any, Any, QemuMachine]) -> QemuM
 
 
 async def fork_machine(
-    source: QemuMachine, directory: Path, limits: Limits, *, settled: bool, paused: bool, outlive: bool
+    source: QemuMachine, directory: Path, limits: Limits, *, paused: bool, outlive: bool
 ) -> QemuMachine:
     """See Engine.fork_live."""
     phases = Phases(time.monotonic(), way=Way.FORK)
@@ -91,7 +80,9 @@ async def fork_machine(
             if not paused:
                 monitor.tell_cont()
             held = asyncio.Event()
-            work = thread.fork(directory, ends, group, linger=settled, on_held=_from_thread(held))
+            if paused:
+                _copy_saved(source.directory, directory)
+            work = thread.fork(directory, ends, group, linger=source.paused, on_held=_from_thread(held))
             made = await (work if source.paused else _fork_running(source, work, held, phases))
             phases.steps.update(made.steps)
             process = WatchedProcess(made.pid, made.pidfd)
@@ -101,6 +92,12 @@ async def fork_machine(
     machine = QemuMachine(directory, process, phases, monitor, channel=channel, group=group, paused=True)
     machine.go_on(paused=paused)
     return machine
+
+
+def _copy_saved(source: Path, directory: Path) -> None:
+    """A fork of a VM that was saved and still stands still can be saved by the same bytes only, as its source can."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copyfile(source / SAVED_STATE, directory / SAVED_STATE)
 
 
 async def _connected_again(process: WatchedProcess, channel: socket.socket, path: Path) -> socket.socket:
@@ -208,6 +205,13 @@ class ForkThread:
             if linger:
                 self._linger = asyncio.get_running_loop().call_later(_LINGER_S, self._thread.submit, self._release)
 
+    async def let_go(self) -> None:
+        """Of the QEMU, should it be kept at rest: it has a command to answer."""
+        if self._linger is not None:
+            self._linger.cancel()
+            self._linger = None
+            await self._run(self._release)
+
     async def close(self) -> None:
         """The QEMU goes on, unless it was killed."""
         if self._linger is not None:
@@ -302,100 +306,3 @@ def find_name_place(pid: int) -> tuple[int, int] | None:
         return None
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[45]) + start, end - start
-
-
-@dataclass(frozen=True)
-class Ends:
-    """What a VM is reached by: its ends go into the fork, `channel` (to the agent) and `control` are ours."""
-
-    agent_listener: socket.socket
-    agent: socket.socket
-    monitor_listener: socket.socket
-    monitor: socket.socket
-    console: int
-    log: int
-    channel: socket.socket
-    control: socket.socket
-
-    def by_name(self) -> dict[str, int]:
-        return {
-            "agent listener": self.agent_listener.fileno(),
-            AGENT: self.agent.fileno(),
-            "monitor listener": self.monitor_listener.fileno(),
-            "monitor": self.monitor.fileno(),
-            "console": self.console,
-            "log": self.log,
-        }
-
-
-def render_choice(source: Path, roles: Mapping[str, str]) -> Choice:
-    names = {**roles, str(source / CONSOLE): "console", str(source / VMM_LOG): "log"}
-
-    def choose(descriptor: Descriptor) -> Action | None:
-        name = names.get(descriptor.link)
-        return None if name is None else Ours(name)
-
-    return choose
-
-
-@contextlib.contextmanager
-def opened_ends(directory: Path, *, served: bool) -> Iterator[Ends]:
-    """All but `channel` and `control` are closed when the block has ended; these too when it failed.
-
-    `served`: the source's agent has a client, in whose place the fork finds ours. Its stream goes on where it is: had
-    it been cut, what is under way in the guest and in QEMU would be lost in part, and a QEMU that was writing to it
-    just then may never write again. Otherwise ours waits to be served.
-    """
-    with contextlib.ExitStack() as theirs, contextlib.ExitStack() as on_failure:
-        agent_listener = theirs.enter_context(listening_socket(directory / AGENT_SOCKET))
-        monitor_listener = theirs.enter_context(listening_socket(directory / QMP_SOCKET))
-        channel = on_failure.enter_context(connected_socket(directory / AGENT_SOCKET))
-        control = on_failure.enter_context(connected_socket(directory / QMP_SOCKET))
-        monitor = theirs.enter_context(monitor_listener.accept()[0])
-        agent = theirs.enter_context(agent_listener.accept()[0] if served else _cut_off())
-        for sock in (monitor, agent):
-            sock.setblocking(False)
-        console = _opened(directory / CONSOLE, theirs)
-        log = _opened(directory / VMM_LOG, theirs)
-        yield Ends(agent_listener, agent, monitor_listener, monitor, console, log, channel, control)
-        on_failure.pop_all()
-
-
-def _cut_off() -> socket.socket:
-    ours, theirs = socket.socketpair()
-    ours.close()
-    return theirs
-
-
-def _opened(path: Path, closed_by: contextlib.ExitStack) -> int:
-    fd = os.open(path, _LOG_FLAGS, 0o600)
-    closed_by.callback(os.close, fd)
-    return fd
-
-
-def find_roles(pid: int) -> dict[str, str]:
-    """What the sockets of a QEMU are for, by the links under which /proc shows them."""
-    roles: dict[str, str] = {}
-    with contextlib.ExitStack() as opened:
-        try:
-            pidfd = os.pidfd_open(pid)
-            opened.callback(os.close, pidfd)
-            for entry in Path(f"/proc/{pid}/fd").iterdir():
-                link = str(entry.readlink())
-                if link.startswith("socket:"):
-                    with socket.socket(fileno=take_descriptor(pidfd, int(entry.name))) as sock:
-                        role = _role(sock)
-                    if role is not None:
-                        roles[link] = role
-        except OSError as error:
-            raise NotForkable(f"The sockets of process {pid} cannot be looked at: {error.strerror}") from error
-    return roles
-
-
-def _role(sock: socket.socket) -> str | None:
-    if sock.family != socket.AF_UNIX:
-        return None
-    listener = " listener" if sock.getsockopt(socket.SOL_SOCKET, _SO_ACCEPTCONN) else ""
-    names = {AGENT_SOCKET: AGENT, QMP_SOCKET: "monitor"}
-    name = names.get(Path(sock.getsockname() or "").name)
-    return name + listener if name else None

@@ -7,26 +7,30 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forkd.engines.base import ExitReason, Phases, tail_of
 from forkd.engines.machine import AGENT_SOCKET, ProcessMachine, connect_to, found_process, parse_exit
+from forkd.engines.qemu.memory import find_live_memory
 from forkd.engines.qemu.monitor import QMP_SOCKET, Incoming, Monitor
 from forkd.errors import EngineFailed
 from forkd.host.cgroup import Group, find_group
 from forkd.host.marked import Marked
+from forkd.host.pages import LiveMemory
 from forkd.host.process import ExitStatus, WatchedProcess
-from forkd.host.procfork.registers import POLLS
-from forkd.host.procfork.source import make_calls
-from forkd.host.spawn_filter import render_calls
 from forkd.host.threads import in_thread
 
 if TYPE_CHECKING:
     from forkd.engines.qemu.live_fork import ForkThread
 
 VMM_LOG = "qemu.log"
+# The device state that was saved last. QEMU saves it once while the VM stands still; then it is still true.
+SAVED_STATE = "saved"
+_SAVED = "postmigrate"
+SetUp = Callable[[int], None]
 # QEMU answers at once; a host that is busy with many others may take its time.
 ADOPT_DEADLINE_S = 20.0
 
@@ -46,13 +50,12 @@ class QemuMachine(ProcessMachine):
         """One whose monitor is connected, or about to be: see `start` and `go_on`."""
         super().__init__(directory, process, phases, channel=channel, group=group, paused=paused)
         self.monitor = monitor
-        self.directory = directory
         self.forking = asyncio.Lock()
         self.fork_thread: ForkThread | None = None
 
-    def start(self, state: Incoming | None, *, confine: bool) -> None:
-        """`confine`: to have the filter put on it before its guest runs."""
-        starting = self._begin(self._start(state, confine=confine))
+    def start(self, state: Incoming | None, set_up: SetUp | None, *, run: bool = True) -> None:
+        """`set_up`: what is done, in a thread, to its process before that loads the state; then its guest runs."""
+        starting = self._begin(self._start(state, set_up, run=run))
         if state is not None:
             starting.add_done_callback(lambda _: state.close())
 
@@ -60,18 +63,20 @@ class QemuMachine(ProcessMachine):
         """Of a fork: in the session of its source's monitor."""
         self._begin(self._go_on(paused=paused))
 
-    async def _start(self, state: Incoming | None, *, confine: bool) -> None:
+    async def _start(self, state: Incoming | None, set_up: SetUp | None, *, run: bool) -> None:
         with self._told():
             await self.monitor.connect()
             self.phases.mark("process start", time.monotonic())
+            if set_up is not None:
+                await in_thread(lambda: set_up(self.pid))
+                self.phases.mark("confine", time.monotonic())
             if state is not None:
                 await self.monitor.load_state(state)
                 self.phases.mark("state load", time.monotonic())
-                if confine:
-                    await in_thread(lambda: make_calls(self.pid, render_calls(), POLLS))
-                    self.phases.mark("confine", time.monotonic())
-                await self.monitor.execute("cont")
-                self.phases.mark("resume", time.monotonic())
+                self._paused = not run
+                if run:
+                    await self.monitor.execute("cont")
+                    self.phases.mark("resume", time.monotonic())
 
     async def _go_on(self, *, paused: bool) -> None:
         with self._told():
@@ -89,16 +94,45 @@ class QemuMachine(ProcessMachine):
             raise EngineFailed(error.message, hint=error.hint, details=self._vmm_output() or None) from error
 
     async def pause(self) -> None:
-        await self.running()
-        async with self.forking:  # which stops it, and has it go on
+        async with self._commanded():  # a fork stops it, and has it go on
             await self.monitor.execute("stop")
             self._paused = True
 
     async def resume(self) -> None:
-        await self.running()
-        async with self.forking:
+        async with self._commanded():
             await self.monitor.execute("cont")
             self._paused = False
+
+    async def save(self) -> tuple[bytes, LiveMemory]:
+        """The device state of a paused VM, and where its memory is."""
+        async with self._commanded():
+            if not self._paused:
+                raise EngineFailed("Only a paused VM can be saved", hint="Pause it first")
+            memory = await in_thread(lambda: find_live_memory(self.pid))
+            with self._told():
+                return await self._save_state(), memory
+
+    async def _save_state(self) -> bytes:
+        place = self.directory / SAVED_STATE
+        if parse_status(await self.monitor.execute("query-status")) == _SAVED:
+            try:
+                return place.read_bytes()
+            except OSError as error:
+                raise EngineFailed("What was saved of the VM is lost", hint="Resume and pause it first") from error
+        place.unlink(missing_ok=True)
+        state = BytesIO()
+        await self.monitor.save_state(state)
+        place.write_bytes(state.getvalue())
+        return state.getvalue()
+
+    @contextlib.asynccontextmanager
+    async def _commanded(self) -> AsyncIterator[None]:
+        """While no fork is made of it, and none is kept at rest for."""
+        await self.running()
+        async with self.forking:
+            if self.fork_thread is not None:
+                await self.fork_thread.let_go()
+            yield
 
     async def _end_process(self) -> None:
         self._process.send_signal(signal.SIGKILL)
@@ -143,7 +177,12 @@ async def adopt(directory: Path, leader: Marked | None) -> QemuMachine:
 
 def parse_paused(answer: object) -> bool:
     """From query-status. A VM that neither runs nor was paused cannot be taken over."""
-    status = answer.get("status") if isinstance(answer, dict) else None
-    if status not in ("running", "paused"):
+    status = parse_status(answer)
+    if status not in ("running", "paused", _SAVED):
         raise EngineFailed(f"QEMU says that the VM is {status}", hint="Kill it and fork another")
-    return bool(status == "paused")
+    return status != "running"
+
+
+def parse_status(answer: object) -> str | None:
+    status = answer.get("status") if isinstance(answer, dict) else None
+    return status if isinstance(status, str) else None

@@ -107,7 +107,8 @@ class Monitor:
         await self._migrated(state.send())
 
     async def save_state(self, file: BinaryIO) -> None:
-        """Device state, not memory."""
+        """Device state, not memory. Once while the VM stands still."""
+        self._migration.clear()
         await self.execute("migrate-set-capabilities", {"capabilities": _CAPABILITIES})
         ours, theirs = socket.socketpair()
         with ours:
@@ -157,6 +158,8 @@ async def read_answer(sock: socket.socket) -> dict[str, Any]:
 
     def look() -> None:
         nonlocal skipped
+        if found.done():  # nobody waits any more
+            return
         try:
             seen = sock.recv(_MOST_BEFORE_ANSWER_BYTES, socket.MSG_PEEK)
             answer, size = find_answer(seen)

@@ -91,7 +91,7 @@ class Program:
     def _addresses(self) -> list[int]:
         """Of each call's data; the last one is that of the code."""
         sizes = (_padded(len(call.data)) for call in self.calls)
-        return list(itertools.accumulate(sizes, initial=self.base + len(self.calls) * _WORD))
+        return list(itertools.accumulate(sizes, initial=self.base + self.results_bytes))
 
     @property
     def entry(self) -> int:
@@ -99,6 +99,11 @@ class Program:
 
     def data_address(self, index: int) -> int:
         return self._addresses[index]
+
+    @property
+    def results_bytes(self) -> int:
+        """How many there are at the base, for `parse_results`."""
+        return len(self.calls) * _WORD
 
     def render(self) -> bytes:
         code = bytearray()
@@ -114,7 +119,7 @@ class Program:
             code += bytes(4)
         for at in failures:
             code[at : at + 4] = struct.pack("<i", len(code) - (at + 4))
-        results = bytes(len(self.calls) * _WORD)
+        results = bytes(self.results_bytes)
         data = b"".join(call.placed_data(self.data_address(index)) for index, call in enumerate(self.calls))
         return results + data + bytes(code) + _BREAK
 
