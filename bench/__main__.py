@@ -9,6 +9,9 @@ from functools import partial
 from pathlib import Path
 
 from bench import daemon
+from bench.branch import PART as BRANCH
+from bench.branch import ROUNDS as BRANCH_ROUNDS
+from bench.branch import Branching, begin_branches, run_branches
 from bench.containers import PART as CONTAINERS
 from bench.containers import measure_containers
 from bench.daemon import default_service
@@ -50,6 +53,7 @@ _CHARTS = {
     TOP: ("--chart", Path("docs/bench.svg")),
     "daemon": ("--daemon-chart", Path("docs/bench-daemon.svg")),
     "live": ("--live-chart", Path("docs/bench-live.svg")),
+    BRANCH: ("--branch-chart", Path("docs/bench-branch.svg")),
     "lab": ("--lab-chart", Path("docs/bench-lab.svg")),
 }
 
@@ -145,6 +149,10 @@ def run_here(args: argparse.Namespace, parts: Collection[str], sizes: tuple[int,
             for part in (part for part in daemon.PARTS if part in parts):
                 begun = daemon.begin_part(service, part, describe_host(engine))
                 run_async(daemon.run_part(service, part, begun, partial(write_run, args.out, part)))
+            if BRANCH in parts:
+                branching = Branching(home, shown, engine.name, min(args.rounds, BRANCH_ROUNDS))
+                begun = begin_branches(branching, describe_host(engine))
+                run_async(run_branches(branching, begun, partial(write_run, args.out, BRANCH)))
     return [f"{part}: {lack}" for part in forks if lack and part in (args.only or ())]
 
 

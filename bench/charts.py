@@ -12,6 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from bench.branch import FORK_MS, KINDS, PART, REWIND_MS, USABLE_MS
+from bench.branch import PAUSE_MS as BRANCH_PAUSE_MS
+from bench.chain import KINDS as TEMPLATES
 from bench.daemon import CALL_MS, SPAWN_MS
 from bench.forks import FORK, START, WAYS
 from bench.ground import render_host
@@ -241,16 +244,12 @@ def show_daemon(section: Report) -> Chart:
 def _show_parts(section: Report) -> Panel:
     kinds = [(f"spawn of {n}", f"spawn.{n}.own", limit) for n, limit in SPAWN_MS.items()]
     kinds += [("exec", "exec.unix.more", CALL_MS), ("eval", "eval.unix.more", CALL_MS)]
-    bars = []
-    for engine in section["settings"]["engines"]:
-        for label, place, limit_ms in kinds:
-            if shares := _find_shares(section, f"daemon.{engine}.{place}"):
-                p50, p99 = (100 * value / limit_ms for value in shares)
-                text = f"{render_value(shares[0])} of {limit_ms:g} ms (p99 {render_value(shares[1])})"
-                colour = _BLUE if p50 <= 100 else _ORANGE
-                bars.append(Bar(f"{label}, {engine}", [(p50, colour, "")], text, line_to=p99))
-    title = "The daemon's own part of a request, in percent of what it may cost"
-    return Panel(title, "bar: p50; line: to p99; dashed: the most it may cost", bars, limit=100)
+    parts = [
+        (f"{label}, {engine}", f"daemon.{engine}.{place}", limit_ms)
+        for engine in section["settings"]["engines"]
+        for label, place, limit_ms in kinds
+    ]
+    return _show_limits(section, "The daemon's own part of a request, in percent of what it may cost", parts)
 
 
 def _show_calls(section: Report) -> Panel:
@@ -265,6 +264,43 @@ def _show_calls(section: Report) -> Panel:
                 bars.append(Bar(f"{name}, {engine}", parts, text))
     title = "What a client waits for when it evaluates 6 * 7 (p50 of each part)"
     return Panel(title, "milliseconds", bars, legend={"loc": "upper left", "bbox_to_anchor": (0, -0.24)})
+
+
+def show_branches(section: Report) -> Chart:
+    """Two panels: what is promised of a branch against what it may cost, and spawns from any depth."""
+    settings = section["settings"]
+    costs = [
+        ("pause", "pause", BRANCH_PAUSE_MS),
+        ("a child answers", "usable", USABLE_MS),
+        (f"fork of {settings['children']}", "fork", FORK_MS),
+        ("rewind", "rewind", REWIND_MS),
+    ]
+    kinds = [(label, kind, name, limit) for label, name, limit in costs for kind in KINDS]
+    parts = [(f"{label}, {kind}", f"branch.{kind}.{name}", limit) for label, kind, name, limit in kinds]
+    title = f"Branches with {settings['written_mib']} MiB just written, in percent of what each may cost"
+    depths = []
+    for kind, colour in zip(TEMPLATES, (_BLUE, _GREY), strict=True):
+        for depth in sorted({0, 1, settings["chain"]["depth"]}):
+            if shares := _find_shares(section, f"branch.chain.spawn.{kind}.{depth}"):
+                text = f"{render_value(shares[0])} ms (p99 {render_value(shares[1])})"
+                depths.append(Bar(f"depth {depth}, {kind}", [(shares[0], colour, "")], text, line_to=shares[1]))
+    below = "milliseconds; bar: p50; line: to p99; live: the branch itself is the template; loaded: its files are"
+    panels = {
+        "costs": _show_limits(section, title, parts),
+        "depths": Panel("Spawn until its first evaluation is answered, by the depth of its snapshot", below, depths),
+    }
+    return Chart(6.8, [["costs"], ["depths"]], panels, _render_machine(section))
+
+
+def _show_limits(section: Report, title: str, parts: Sequence[tuple[str, str, float]]) -> Panel:
+    """Each with its label, its figure, and the most that its p50 may be in ms: in percent of that."""
+    bars = []
+    for label, place, limit_ms in parts:
+        if shares := _find_shares(section, place):
+            p50, p99 = (100 * value / limit_ms for value in shares)
+            text = f"{render_value(shares[0])} of {limit_ms:g} ms (p99 {render_value(shares[1])})"
+            bars.append(Bar(label, [(p50, _BLUE if p50 <= 100 else _ORANGE, "")], text, line_to=p99))
+    return Panel(title, "bar: p50; line: to p99; dashed: the most it may cost", bars, limit=100)
 
 
 def show_lab(section: Report) -> Chart:
@@ -334,5 +370,6 @@ CHARTS: dict[str, Callable[[Report], Chart]] = {
     TOP: show_engine,
     "live": show_live,
     "daemon": show_daemon,
+    PART: show_branches,
     "lab": show_lab,
 }

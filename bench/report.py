@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.branch import BRANCH, KINDS, REPEATED
+from bench.branch import PART as BRANCHES
+from bench.chain import CHAIN, PACKS
 from bench.containers import RUNTIMES
 from bench.daemon import CALLS, SPAWNS
 from bench.daemon import WAYS as CLIENT_WAYS
@@ -37,6 +40,7 @@ _STEP = re.compile(
 )
 _BY_WAY = re.compile(r"(?:fork\.\d+\.(?:fork|start)|ratio\.fork\.\d+\.fork_to_start)\..+")
 _BY_AMOUNT = re.compile(r"live\.(?P<mib>\d+)\..+")
+_BY_KIND = re.compile(rf"branch\.(?:{'|'.join(KINDS)})\..+")
 _SPAWN = re.compile(r"daemon\.(?P<engine>\w+)\.spawn\.(?P<n>\d+)\.own\.p50")
 _CALL = re.compile(r"daemon\.(?P<engine>\w+)\.(?P<kind>exec|eval)\.(?P<way>\w+)\.more\.p50")
 
@@ -191,6 +195,27 @@ def render_amounts(section: Report) -> Rows:
     return render_table(("just written", "pause of the source, p50 / p99", "answer, p50 / p99", "right"), rows)
 
 
+def render_branches(section: Report) -> Rows:
+    """One row for each kind of sandbox that is branched."""
+    found, rows = section["figures"], []
+    times = {
+        "pause": "it stands still",
+        "returns": "the call returns",
+        "usable": "a child answers",
+        "written": "written to disk",
+        "fork": f"fork of {section['settings']['children']}",
+        "rewind": "rewind",
+    }
+    for kind, who in KINDS.items():
+        if f"branch.{kind}.ok" in found:
+            cells = (_render_shares(found, f"branch.{kind}.{name}") for name in times)
+            sizes = (found.get(f"branch.{kind}.{name}") for name in ("dirty", "stored"))
+            right = render_median(found[f"branch.{kind}.ok"])
+            rows.append((who, *cells, " / ".join(render_value(size and size["median"]) for size in sizes), right))
+    title = f"{section['settings']['written_mib']} MiB just written, p50 / p99 in ms"
+    return render_table((title, *times.values(), "MiB that differ / on disk", "right"), rows)
+
+
 def render_costs(section: Report) -> Rows:
     """One row for each kind of request: what the client waits, and how that is divided."""
     found, rows = section["figures"], []
@@ -284,6 +309,11 @@ SECTIONS = {
         "Forks of a running VM",
         LIVE,
         tables=(render_amounts, lambda section: render_figures(section, (_BY_AMOUNT,))),
+    ),
+    BRANCHES: _titled(
+        "Branches, chains and packs",
+        *(BRANCH, REPEATED, CHAIN, PACKS),
+        tables=(render_branches, lambda section: render_figures(section, (_BY_KIND,))),
     ),
     "crowd": _titled("Many VMs alive at once", CROWD),
     "endurance": _titled("Forks that come and go", CYCLES, LIVES),

@@ -28,8 +28,11 @@ from forkd.cli.main import main
 from forkd.errors import EngineFailed, ForkdError
 from forkd.guest.agent import Agent
 from forkd.host.paths import Home
+from forkd.model.machine import MachineSpec
 from forkd.runtime import demo, spawn
+from forkd.runtime.branches import Branches
 from forkd.runtime.fork import fork_children
+from forkd.runtime.origin import Branch
 from forkd.wire.endpoint import SOCKET_NAME
 
 TAG = "bench"
@@ -39,6 +42,7 @@ STOP_S = 60.0
 STAMP_S = 5.0
 _LOOK_S = 0.02
 _UNSUPPORTED = 501
+_PIECE_BYTES = 1 << 20
 # Forks of a hundred on a slow machine are answered once all are there.
 ANSWER_S = 180.0
 
@@ -97,6 +101,18 @@ class Rest:
             raise Refused(what, response.status)
         return json.loads(received) if received else None
 
+    def measure(self, path: str) -> tuple[int, int]:
+        """How many bytes are sent, and of how many that are made; they are read as they come, and not kept."""
+        begun, size = time.perf_counter(), 0
+        self._connection.request("GET", path)
+        response = self._connection.getresponse()
+        if response.status >= 300:
+            raise Refused(f"GET {path} was answered with {response.status}", response.status)
+        while piece := response.read(_PIECE_BYTES):
+            size += len(piece)
+        self.took_ms = (time.perf_counter() - begun) * 1000
+        return size, int(response.headers["X-Forkd-Unpacked-Bytes"])
+
 
 @dataclass(frozen=True)
 class Served:
@@ -140,38 +156,62 @@ class StampReader:
         return stamps[0][1]
 
 
+@dataclass(frozen=True)
+class Place:
+    """A home for daemons, one after the other, and a directory for what they note."""
+
+    home: Home
+    notes: Path
+
+
 @contextlib.contextmanager
-def served(engine: str, images: Path, root: Path) -> Iterator[Served]:
-    """Stopped afterwards, its sandboxes with it. `root` is an empty directory for its home, on a disk."""
+def placed(images: Path, root: Path) -> Iterator[Place]:
+    """`root` is an empty directory for the home, on a disk."""
     (root / "images").symlink_to(images, target_is_directory=True)
     with tempfile.TemporaryDirectory(prefix="fkd-") as runtime, tempfile.TemporaryDirectory(prefix="fkd-") as notes:
-        stamps, log = Path(notes) / "stamps", Path(notes) / "log"
-        stamps.touch()
-        home = Home(root, Path(runtime))
-        port = find_free_port()
-        with log.open("wb") as output:
-            command = _render_command(engine, stamps, port)
-            process = subprocess.Popen(command, env=_render_env(home), cwd=_checkout(), stdout=output, stderr=output)
-        daemon = Served(process.pid, engine, home, port, stamps, log)
-        try:
-            _wait_until_ready(daemon, process)
-            yield daemon
-        finally:
-            _stop(process)
-        if process.returncode != 0:
-            raise EngineFailed(f"The daemon ended with {process.returncode}", details=log.read_text()[-2000:])
+        yield Place(Home(root, Path(runtime)), Path(notes))
 
 
-def make_snapshot(daemon: Served, warm: str) -> None:
+@contextlib.contextmanager
+def running(engine: str, place: Place) -> Iterator[Served]:
+    """Stopped afterwards, its sandboxes with it."""
+    stamps, log, port = place.notes / "stamps", place.notes / "log", find_free_port()
+    stamps.touch()
+    with log.open("wb") as output:
+        command, env = _render_command(engine, stamps, port), _render_env(place.home)
+        process = subprocess.Popen(command, env=env, cwd=_checkout(), stdout=output, stderr=output)
+    daemon = Served(process.pid, engine, place.home, port, stamps, log)
+    try:
+        _wait_until_ready(daemon, process)
+        yield daemon
+    finally:
+        _stop(process)
+    if process.returncode != 0:
+        raise EngineFailed(f"The daemon ended with {process.returncode}", details=log.read_text()[-2000:])
+
+
+@contextlib.contextmanager
+def served(engine: str, images: Path, root: Path) -> Iterator[Served]:
+    """One in a home of its own."""
+    with placed(images, root) as place, running(engine, place) as daemon:
+        yield daemon
+
+
+def make_snapshot(daemon: Served, warm: str, machine: MachineSpec = demo.MACHINE) -> None:
     """With its template, where the engine can fork one: made in the background it would be in the way of everything."""
     with daemon.rest() as rest:
-        machine = {"memory_mib": demo.MACHINE.memory_mib, "vcpus": demo.MACHINE.vcpus}
-        rest.ask("POST", "/v1/snapshots", {"tag": TAG, "image": IMAGE, "warm": warm, "wait": True, **machine})
-        try:
-            rest.ask("POST", f"/v1/snapshots/{TAG}/warm")
-        except Refused as error:
-            if error.status != _UNSUPPORTED:
-                raise
+        size = {"memory_mib": machine.memory_mib, "vcpus": machine.vcpus}
+        rest.ask("POST", "/v1/snapshots", {"tag": TAG, "image": IMAGE, "warm": warm, "wait": True, **size})
+        warm_template(rest, TAG)
+
+
+def warm_template(rest: Rest, tag: str) -> None:
+    """Where the engine can fork one."""
+    try:
+        rest.ask("POST", f"/v1/snapshots/{tag}/warm")
+    except Refused as error:
+        if error.status != _UNSUPPORTED:
+            raise
 
 
 def count_tasks(daemon: Served) -> int:
@@ -234,7 +274,7 @@ T = TypeVar("T")
 
 
 class Stamps:
-    """A line of the file is one wait in milliseconds: for the engine (`fork`) or the guest's agent (`exec`, `eval`)."""
+    """A line of the file is a time in milliseconds: of the engine (`fork`), the agent (`exec`, `eval`), pauses."""
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -253,6 +293,17 @@ class Stamps:
 
         return stamped
 
+    def on_branch(self, call: Callable[P, Awaitable[Branch]]) -> Callable[P, Awaitable[Branch]]:
+        """How long the source of each branch stood still, which the daemon tells in whole milliseconds."""
+
+        @functools.wraps(call)
+        async def stamped(*args: P.args, **kwargs: P.kwargs) -> Branch:
+            branch = await call(*args, **kwargs)
+            self.write("pause", branch.pause_s * 1000)
+            return branch
+
+        return stamped
+
     def on_count(self, _number: int, _frame: FrameType | None) -> None:
         self.write("tasks", len(asyncio.all_tasks()))
 
@@ -261,6 +312,7 @@ def install(stamps: Stamps) -> None:
     # Where the daemon looks it up.
     vars(spawn)["fork_children"] = stamps.on("fork", fork_children)
     Agent.run = stamps.on("exec", Agent.run)  # type: ignore[method-assign, assignment]
+    Branches.branch = stamps.on_branch(Branches.branch)  # type: ignore[method-assign, assignment]
     Agent.eval = stamps.on("eval", Agent.eval)  # type: ignore[method-assign, assignment]
     signal.signal(signal.SIGUSR2, stamps.on_count)
 

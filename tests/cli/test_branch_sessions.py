@@ -1,9 +1,11 @@
 """Branches and chains as people use them, command after command, through a daemon."""
 
 import json
+import signal
+import time
 
 import pytest
-from cli_cases import Cli, check
+from cli_cases import DEADLINE_S, Cli, check
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -93,3 +95,23 @@ def test_old_branches_are_pruned_after_a_look(warm: Cli, sandbox: str) -> None:
     assert len(warm.tags()) == 4
     assert len(warm.json("snapshot", "prune", "--keep-tagged", "--max-age", "0")["removed"]) == 2
     assert warm.tags() == ["chosen", "warm"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_derived_snapshot_that_is_interrupted_leaves_nothing(warm: Cli, number: int) -> None:
+    running = warm.start("snapshot", "derive", "warm", "--tag", "cut", "--", "sleep", "50")
+    deadline = time.monotonic() + DEADLINE_S
+    while not warm.ids():
+        assert time.monotonic() < deadline
+    running.finish(number)
+    assert running.returncode == 128 + number
+    while warm.ids() or "cut" in warm.tags():
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_fork_of_a_sandbox_that_is_interrupted_leaves_nothing_or_all(warm: Cli, sandbox: str, number: int) -> None:
+    running = warm.start("fork", "--from", sandbox, "-n", "3")
+    time.sleep(0.3)
+    running.finish(number)
+    assert len(warm.ids()) == (4 if running.returncode == 0 else 1)

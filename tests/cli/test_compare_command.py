@@ -44,7 +44,7 @@ def test_a_patch_is_one_that_other_tools_read(tmp_path: Path) -> None:
     lines = list(render_patch(Difference("/root/f", FILE, FILE), old, new))
     assert lines[:2] == ["--- a/root/f", "+++ b/root/f"] and lines[-1] == "\\ No newline at end of file"
     text = "\n".join(lines).encode() + b"\n"
-    subprocess.run(["patch", "-p1", "--binary"], cwd=tmp_path, input=text, check=True, capture_output=True)
+    subprocess.run(["git", "apply", "-p1"], cwd=tmp_path, input=text, check=True, capture_output=True)
     assert (tmp_path / "root/f").read_bytes() == new
     assert list(render_patch(Difference("/x", None, FILE), b"", b"new\n"))[:2] == ["--- /dev/null", "+++ b/x"]
     for data in (b"\0", b"\xff"):
@@ -83,11 +83,8 @@ def test_a_winner_is_compared_and_merged(real: Cli) -> None:
     assert real.ask("rename", child, "winner").returncode == 0
     same = real.ask("diff", parent, "winner")
     assert (same.returncode, same.stdout, same.stderr) == (0, "", "")
-    run(
-        real,
-        child,
-        "printf 'a\\nb\\n' > /root/f; mkdir /root/d; printf '\\033[2J' > /root/$(printf 'evil\\033'); rm /etc/passwd",
-    )
+    run(real, child, "printf 'a\\nb\\n' > /root/f; mkdir /root/d; rm /etc/passwd")
+    run(real, child, "printf '\\033[2J' > /root/$(printf 'evil\\033')")
     done = real.ask("diff", parent, "winner")
     assert done.returncode == 1
     assert done.stdout.splitlines() == [

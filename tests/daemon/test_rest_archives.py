@@ -51,6 +51,14 @@ def test_refusals_have_a_status_and_name_the_path(client: Client, sandbox: str, 
         assert asked.error == error and path in asked.body["error"], asked.content
 
 
+def test_a_guest_without_an_overlay_cannot_tell_what_was_written(client: Client, sandbox: str) -> None:
+    assert client.get(f"{sandbox}/changes").error == (501, "unsupported")
+    assert client.get(f"{sandbox}/changes?sha256=true&since=5").error == (501, "unsupported")
+    for query in ("since=-1", "since=x", "sha256=1"):
+        assert client.get(f"{sandbox}/changes?{query}").error == (400, "invalid_input")
+    assert client.get("/v1/sandboxes/sb-0000000000/changes").error == (404, "not_found")
+
+
 def test_a_client_that_disconnects_half_way_leaves_nothing_unfinished(
     client: Client, sandbox: str, places: list[str], tmp_path: Path
 ) -> None:

@@ -328,6 +328,9 @@ _NOBODY = 65534
 _AS_NOBODY = """
 import asyncio, logging, pickle, sys
 from pathlib import Path
+sys.path.append(sys.argv[2])
+from engine_cases import greet_again
+from saved_layers import layer_of
 from forkd.engines.base import Frozen
 from forkd.errors import HostLacks
 from forkd.engines.firecracker.engine import FirecrackerEngine
@@ -349,6 +352,15 @@ async def main():
     try:
         print("answers:", [(await child.agent.eval("past + 1")).value for child in children], flush=True)
         print("uids:", {Path(f"/proc/{child.machine.pid}").stat().st_uid for child in children}, flush=True)
+        await children[0].agent.eval("past = 99")
+        await children[0].machine.pause()
+        (place / "snapshot/branch").mkdir()
+        saved = await engine.save(children[0].machine, place / "snapshot/branch")
+        memory, runs = layer_of(saved.memory, frozen, place / "snapshot/branch")
+        branch = Frozen(place / "snapshot/branch", spec, saved.platform, memory=memory, runs=runs, settled=False)
+        identity = new_identities(1)[0]
+        children.append(await greet_again(await engine.fork(branch, place / identity.sandbox_id), identity))
+        print("branch:", (await children[-1].agent.eval("past + 1")).value, flush=True)
     finally:
         await kill_all(children)
     print("left:", sorted(path.name for path in place.iterdir()), flush=True)
@@ -378,7 +390,7 @@ def test_without_root_there_is_no_jail_which_is_said_and_kvm_has_to_be_open(
         done = subprocess.run(
             [
                 *("setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", "--"),
-                *(sys.executable, "-c", _AS_NOBODY, str(place)),
+                *(sys.executable, "-c", _AS_NOBODY, str(place), str(Path(__file__).parent)),
             ],
             env={**os.environ, "FORKD_HOME": str(place / "home"), "FORKD_RUNTIME_DIR": str(place / "run")},
             input=pickle.dumps(spec),
@@ -394,6 +406,7 @@ def test_without_root_there_is_no_jail_which_is_said_and_kvm_has_to_be_open(
         assert said["isolation"] == "firecracker-no-jail", done.stdout.decode()
         assert "without a jail" in said["log"]
         assert (said["answers"], said["uids"]) == ("[42, 42]", str({_NOBODY}))
+        assert said["branch"] == "100", done.stdout.decode()
         assert said["left"] == "['snapshot']"
     else:
         assert "may not open /dev/kvm" in said["lacks"], done.stdout.decode()

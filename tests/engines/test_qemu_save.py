@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,12 @@ from forkd.errors import EngineFailed, GuestTimeout, Unsupported
 from forkd.host.files import digest_file
 from forkd.host.marked import find_marked
 from forkd.host.pages import LiveMemory, opened_memory
+from forkd.model.names import parse_tag
 from forkd.runtime.child import Child
 from forkd.runtime.fork import new_identities
+from forkd.store.layers import write_layer
+from forkd.store.manifest import Manifest, Parent
+from forkd.store.snapshots import Snapshot, SnapshotStore
 
 pytestmark = [pytest.mark.vm, pytest.mark.usefixtures("nothing_left")]
 
@@ -257,6 +262,47 @@ async def test_where_tracing_is_not_allowed_no_vm_is_saved_and_no_layer_started(
     await machine.kill()
 
 
+async def test_layers_that_the_store_wrote_are_started_with_the_memory_they_were_written_of(
+    tcg: Case, run_directory: Path, tmp_path: Path, loaded: dict[str, bytes]
+) -> None:
+    store, engine, spec = SnapshotStore(tmp_path), tcg.engine, tcg.frozen.boot
+
+    def manifest(tag: str, below: Snapshot | None = None) -> Manifest:
+        parent = None if below is None else Parent(below.manifest.tag, below.hash)
+        return Manifest(parse_tag(tag), 1, "qemu", "0" * 32, spec.machine, "", tcg.frozen.platform, {}, parent=parent)
+
+    def frozen(snapshot: Snapshot) -> Frozen:
+        runs = snapshot.runs
+        settled = not snapshot.ancestors
+        return Frozen(snapshot.directory, spec, tcg.frozen.platform, None, snapshot.root_memory, runs, settled)
+
+    with store.created(parse_tag("layer-0"), replace_existing=False) as (staging, seal):
+        for name in ("memory", "state"):
+            shutil.copyfile(tcg.frozen.directory / name, staging / name)
+        seal(manifest("layer-0"))
+    before = digest_file(tmp_path / "layer-0/memory")
+    for depth in range(1, 4):
+        with store.held(parse_tag(f"layer-{depth - 1}")) as below:
+            identity = new_identities(1)[0]
+            machine = await engine.fork(frozen(below), run_directory / identity.sandbox_id)
+            source = await greet(machine, identity, settled=not below.ancestors)
+            await source.agent.eval(f"past += 1\nmade_{depth} = os.urandom(1 << 20)" if depth > 1 else _BUSY)
+            async with branched(engine, source.machine, run_directory) as branch:
+                with store.created(parse_tag(f"layer-{depth}"), replace_existing=False) as (staging, seal):
+                    saved = await engine.save(branch, staging)
+                    assert saved.memory is not None
+                    write_layer(saved.memory, below, staging)
+                    seal(manifest(f"layer-{depth}", below))
+                kept = read_all(find_live_memory(branch.pid))
+            secret = await value_of(source, "secret")
+            await source.kill()
+        with store.held(parse_tag(f"layer-{depth}")) as head:
+            async with gone_on(engine, frozen(head), run_directory) as child:
+                assert loaded[child.id] == kept
+                assert await value_of(child, "[secret, past, is_whole()]") == [secret, 40 + depth, True]
+    assert digest_file(tmp_path / "layer-0/memory") == before
+
+
 @pytest.mark.lab
 async def test_under_kvm_a_paused_vm_is_saved_started_again_and_saved_as_a_layer_of_that(
     frozen_qemu: Case, run_directory: Path, tmp_path: Path, loaded: dict[str, bytes]
@@ -272,7 +318,8 @@ async def test_under_kvm_a_paused_vm_is_saved_started_again_and_saved_as_a_layer
         again = await save(engine, source.machine, frozen_qemu.frozen, tmp_path / "again")
         await source.machine.resume()
         await source.agent.eval("secret = 0")
-        assert find_shared_memory(source.machine.pid) == []
+        # A vCPU's page is shared with KVM, and nothing else with anybody.
+        assert all("kvm-vcpu" in line for line in find_shared_memory(source.machine.pid))
         for each in (frozen, again):
             async with gone_on(engine, each, run_directory) as child:
                 assert loaded[child.id] == kept

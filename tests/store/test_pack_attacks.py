@@ -31,6 +31,7 @@ from support_packs import (
 from forkd.errors import ForkdError, NoCapacity, SnapshotDamaged, SnapshotIncompatible, Untrusted
 from forkd.host.paths import Home
 from forkd.image.manifest import digest_id
+from forkd.runtime import unpacking
 from forkd.store.keys import UNSIGNED, SigningKey
 from forkd.store.pack_frames import END, FRAME, make_frame, padding, render_header
 from forkd.store.pack_manifest import (
@@ -233,7 +234,7 @@ def test_a_newer_pack_says_so(good: bytes, target: Home) -> None:
     assert "version 2" in error.message
 
 
-def test_a_declared_size_that_is_absurd(good: bytes, target: Home) -> None:
+def test_a_declared_size_that_is_absurd(good: bytes, target: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     def enlarge(size: int) -> Change:
         def change(manifest: dict[str, Any]) -> None:
             files = manifest["image"]["files"]
@@ -247,7 +248,9 @@ def test_a_declared_size_that_is_absurd(good: bytes, target: Home) -> None:
         return change
 
     refuse(target, changed(good, enlarge(1 << 62)))
-    refuse(target, changed(good, enlarge(1 << 40)), NoCapacity)
+    refuse(target, changed(good, enlarge((1 << 38) + 1)))
+    monkeypatch.setattr(unpacking, "SPARE_BYTES", 1 << 50)
+    refuse(target, changed(good, enlarge(1 << 30)), NoCapacity)
 
 
 def test_layers_that_point_out_of_their_files(good: bytes, target: Home) -> None:

@@ -15,7 +15,6 @@ import errno
 import json
 import os
 import stat
-import time
 
 from forkd.agent.files import render_stat
 from forkd.agent.fingerprint import fingerprint
@@ -77,10 +76,7 @@ def parse_changes(request: Request, write: Callable[[bytearray], None]) -> Calla
 
 
 def _send(roots: Roots, facts: Dict[str, Any], walk: Walk, write: Callable[[bytearray], None]) -> None:
-    held = bytearray(_render(dict(facts, image=roots.digest, now_ns=time.time_ns())))
-    # Who waits for the first line may compare its clock with ours.
-    write(held)
-    held.clear()
+    held = bytearray(_render(dict(facts, image=roots.digest)))
     for line in walk.lines(roots.image, roots.upper):
         held += line
         if len(held) >= PIECE_BYTES or line == b"\n":

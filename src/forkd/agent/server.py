@@ -302,6 +302,7 @@ class Server:
             "pid": os.getpid(),
             "interpreter_pid": self._interpreter.pid,
             "uptime_s": time.monotonic() - self._started,
+            "realtime_ns": time.time_ns(),
             "streams": len(self._streams),
         }
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 _POLL_S = 0.1
 # A request that was just sent is refused within this time, or is being worked on.
 _REFUSAL_S = 2.0
+_DERIVES = (
+    "forkd/derives"  # the label of the sandbox in which something runs for a derived snapshot; its value is the tag
+)
 
 
 def make_snapshot(
@@ -97,6 +100,8 @@ def _cancel(args: argparse.Namespace, tag: SnapshotTag, making: _Making) -> None
         return
     with connect(args) as controller:
         try:
+            for info in controller.list_sandboxes(labels={_DERIVES: tag}):
+                controller.kill_sandbox(info["id"])
             if controller.get_snapshot(tag)["status"] == "writing":
                 controller.delete_snapshot(tag)
         except NotFound:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
-from typing import Any, cast
 
 from forkd.client.comparing import compare_sandboxes, forked, found, read_changes
 from forkd.client.controller import Controller
@@ -74,7 +73,7 @@ def merge(
 
 def _find_both(controller: Controller, child_id: str, parent_id: str | None) -> tuple[SandboxInfo, SandboxInfo]:
     child = controller.get_sandbox(child_id)
-    found = parent_id or _more(child, "parent_id")
+    found = parent_id or child.get("parent_id")
     if found is None:
         raise InvalidInput(
             f"{child['id']} was not forked from another sandbox, so there is nothing to merge it into",
@@ -86,30 +85,33 @@ def _find_both(controller: Controller, child_id: str, parent_id: str | None) -> 
     return child, parent
 
 
-def _more(info: SandboxInfo, key: str) -> Any:
-    """Of a daemon that may be older than we are."""
-    return cast(dict[str, Any], info).get(key)
-
-
 def _read_base(controller: Controller, child: SandboxInfo, parent: SandboxInfo) -> Changes | None:
-    """The moment in which both were one, when its snapshot is still there."""
-    tag, is_child = child["snapshot_tag"], _more(child, "parent_id") == parent["id"]
+    """The moment in which both were one, when its snapshot is still there. None: clocks have to do."""
+    is_child = child.get("parent_id") == parent["id"]
+    if not is_child and not _are_siblings(child, parent):
+        raise InvalidInput(
+            f"{child['id']} is neither a fork of {parent['id']} nor of the same snapshot",
+            hint="Copy what you want of it with: forkd cp",
+        )
     try:
-        if is_child:
-            snapshot = controller.get_snapshot(tag)
-            if snapshot.get("branched_from") != parent["id"]:
-                return None
-        elif tag != parent["snapshot_tag"]:
-            raise InvalidInput(
-                f"{child['id']} is neither a fork of {parent['id']} nor of the same snapshot",
-                hint="Copy what you want of it with: forkd cp",
-            )
-        with forked(controller, tag) as sandbox_id:
-            return read_changes(controller, sandbox_id)
+        snapshot = controller.get_snapshot(child["snapshot_tag"])
+        made_later = snapshot["created_at_unix"] > min(child["created_at_unix"], parent["created_at_unix"])
+        if snapshot.get("branched_from") == child.get("parent_id") and (is_child or not made_later):
+            with forked(controller, snapshot["tag"]) as sandbox_id:
+                return read_changes(controller, sandbox_id)
     except NotFound:
-        if not is_child:
-            raise
-        return None
+        pass
+    if not is_child:
+        raise InvalidInput(
+            f"The snapshot that {child['id']} and {parent['id']} come from is not there any more",
+            hint="Fork with a tag to keep it. Copy what you want with: forkd cp",
+        )
+    return None
+
+
+def _are_siblings(one: SandboxInfo, other: SandboxInfo) -> bool:
+    """Forked from the same snapshot, or in the same moment from the same sandbox."""
+    return all(one.get(key) == other.get(key) for key in ("snapshot_tag", "parent_id", "forked_at_unix"))
 
 
 def _plan(
@@ -118,7 +120,7 @@ def _plan(
     if base is not None:
         since = SinceBase(base)
         return plan_merge(compared.after, compared.before, since, since, force=force)
-    forked_at_unix = _more(child, "forked_at_unix")
+    forked_at_unix = child.get("forked_at_unix")
     if forked_at_unix is None or not compared.after.clocks.born_ns:
         raise InvalidInput(
             f"It is not known when {child['id']} was forked from {parent['id']}",

@@ -26,7 +26,7 @@ _ABOUT = {
     409: "Not possible in its present state",
     413: "The body is too large",
     415: "The body is not declared as JSON",
-    416: "No such range of bytes",
+    416: "There are no such bytes",
     422: "A wrong type or a missing field, or a command that cannot start",
     429: "Too many requests for this guest",
     500: "The daemon or the host failed",

@@ -256,7 +256,7 @@ def render_file(info: GuestFile, path: str) -> FileInfo:
 
 
 def render_clocks(clocks: Clocks) -> bytes:
-    return render_line(_render_same(ChangesHead, clocks))
+    return render_line(_render_same(ChangesHead, clocks, **asdict(clocks.glance)))
 
 
 def render_change(change: Change) -> bytes:

@@ -38,6 +38,7 @@ class BranchRequest:
     checkpoint: str | None = None
     settled: bool = False  # nothing else talks to the guest, which prepares for a freeze first
     auto: bool = False
+    eager: bool = False  # somebody waits for it to be on disk; else its first children come first
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from forkd.runtime.registry import SandboxRecord, SnapshotJob
 from forkd.runtime.sandboxes import Sandboxes, not_running
 from forkd.runtime.snapshot_view import FORK_PREFIX, WRITING, SnapshotView
 from forkd.runtime.snapshots import Snapshots
-from forkd.runtime.templates import Templates, measure
+from forkd.runtime.templates import Templates
 from forkd.store.apart import write_layer_apart
 from forkd.store.chain import MAX_DEPTH
 from forkd.store.layers import write_layer
@@ -52,6 +52,8 @@ _log = logging.getLogger(__name__)
 DEFAULT_AT_ONCE = 4
 # How long a daemon that stops waits for what is being written.
 STOP_S = 30.0
+# How long the writing of a branch waits for its first child.
+FIRST_CHILD_S = 0.15
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ class Branches:
         try:
             yield Origin(record.snapshot_tag, None, template, record.made_of, ancestry, frozen.pause_s)
         finally:
-            await template.end()
+            self._sandboxes.own(template.end())  # beside us: nobody waits for it
 
     # Writing
 
@@ -245,7 +247,11 @@ class Branches:
         assert template is not None
         try:
             async with parents:
-                template.memory_bytes = await in_thread(lambda: measure(template.machine))
+                if not request.eager:
+                    # Writing takes a core, and the template for a moment: who forks it at once is quicker.
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(FIRST_CHILD_S):
+                            await branch.has_child.wait()
                 await self._write(branch, template.machine, record, request, parent)
         except asyncio.CancelledError:
             self._fail(branch, Conflict(f"Branch {branch.tag} was given up"))

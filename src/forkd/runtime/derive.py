@@ -56,7 +56,7 @@ class Deriver:
             async with self._sandboxes.use(sandbox_id) as live:
                 await warm_up(live.agent, request.warmup)
             fault_point("derive.ran")
-            asked = BranchRequest(request.tag, Mode.DIFF, settled=True)
+            asked = BranchRequest(request.tag, Mode.DIFF, settled=True, eager=True)
             branch = await self._branches.branch(sandbox_id, asked)
             return await self._branches.written(branch)
         finally:

@@ -227,6 +227,7 @@ class Branch:
     task: asyncio.Task[None] | None = None
     error: ForkdError | None = None
     first_child_s: float | None = None  # from the call on
+    has_child: asyncio.Event = field(default_factory=asyncio.Event)
 
     def origin(self) -> Origin:
         return Origin(self.tag, None, self.template, self.made_of, self.ancestry)

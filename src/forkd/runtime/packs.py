@@ -81,6 +81,7 @@ class Packs:
             self._sent -= 1
 
     def begin(self, owner: str | None, options: ImportOptions) -> Upload:
+        self._make_room(owner)
         open_ones = [each for each in self._uploads.values() if each.done is None]
         if len(open_ones) >= MAX_UPLOADS or sum(each.owner == owner for each in open_ones) >= MAX_UPLOADS_EACH:
             raise NoCapacity("Too many packs are being received", hint="Finish one, or remove it")
@@ -90,6 +91,15 @@ class Packs:
         self._uploads[upload.id] = upload
         self._wind(upload)
         return upload
+
+    def _make_room(self, owner: str | None) -> None:
+        """Of one token, an upload that was begun and never filled gives way to a new one."""
+        mine = [each for each in self._uploads.values() if each.done is None and each.owner == owner]
+        empty = [each for each in mine if each.offset == 0 and not each.lock.locked()]
+        if len(mine) >= MAX_UPLOADS_EACH and empty:
+            self._uploads.pop(empty[0].id)
+            if empty[0].timer is not None:
+                empty[0].timer.cancel()
 
     def get(self, upload_id: str, owner: str | None) -> Upload:
         upload = self._uploads.get(upload_id)

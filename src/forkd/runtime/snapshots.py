@@ -165,6 +165,7 @@ class Snapshots:
     def _note_first_child(self, branch: Branch) -> None:
         if branch.first_child_s is None:
             branch.first_child_s = time.monotonic() - branch.begun
+            branch.has_child.set()
             data = {"pause_ms": round(branch.pause_s * 1000, 1), "ready_ms": round(branch.first_child_s * 1000, 1)}
             self._events.emit("snapshot.first_child", snapshot_tag=branch.tag, data=data)
 

@@ -185,7 +185,7 @@ class Templates:
             directory = self._directory / f"{PREFIX}{secrets.token_hex(6)}"
             make = rehearsed if frozen.settled else loaded
             async with make(self._engine, frozen, directory) as (machine, agent):
-                held_bytes = await in_thread(lambda: measure(machine))
+                held_bytes = await in_thread(lambda: _measure(machine))
                 await self._make_room(held_bytes / _MIB)
                 made_in_s = time.monotonic() - begun
                 template = Template(key, tag, machine, agent, held_bytes, made_in_s, frozen.settled)
@@ -204,8 +204,9 @@ class Templates:
             await template.end()
             return
         try:
+            template.memory_bytes = await in_thread(lambda: _measure(template.machine))
             await self._make_room(template.memory_bytes / _MIB)
-        except NoCapacity:
+        except (GuestDied, NoCapacity):
             await template.unused()  # a spawn that has begun has no other way
             await template.end()
             return
@@ -268,7 +269,7 @@ async def fork_machine(
     return await engine.fork(frozen, directory, limits)
 
 
-def measure(machine: Machine) -> int:
+def _measure(machine: Machine) -> int:
     try:
         return memory_use(machine.pid).anonymous_bytes
     except (OSError, KeyError):  # it has ended, and may be there as a zombie

@@ -108,7 +108,7 @@ class Workspaces:
             raise InvalidInput(f"Workspace {workspace.name} is {workspace.status}, not running")
         row, sandbox_id = self._row(name), workspace.live_sandbox_id
         parent = row.source_snapshot_tag if self._snapshots.store.has(row.source_snapshot_tag) else None
-        request = BranchRequest(new_state_tag(row.id), parent_tag=parent, auto=True)
+        request = BranchRequest(new_state_tag(row.id), parent_tag=parent, auto=True, eager=True)
         branch = await self._branches.branch(sandbox_id, request)
         await self._branches.written(branch)
         fault_point("suspend.written")

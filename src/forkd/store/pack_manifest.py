@@ -23,7 +23,7 @@ BLOCK = 64 * 1024  # a block of zeros is not in the pack
 MAX_MANIFEST_BYTES = 8 << 20
 MAX_CHAIN = MAX_DEPTH + 1
 MAX_FILES = 16
-MAX_FILE_BYTES = 1 << 40
+MAX_FILE_BYTES = 1 << 38  # zeros that are not in the pack are hashed too
 ROLES = ("root", "kernel", "initrd")
 
 _FILE = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII)

@@ -5,6 +5,7 @@ Nothing is looked up by a name in it: from the signed manifest we know each byte
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -293,7 +294,7 @@ class _ChunkSum(_PlainSum):
     def __init__(self, file: PackedFile, name: str) -> None:
         super().__init__(file, name)
         self._room = CHUNK
-        self._found: list[str] = []
+        self._checked = 0
         self._used = False
 
     def update(self, data: memoryview) -> None:
@@ -308,22 +309,34 @@ class _ChunkSum(_PlainSum):
 
     def add_zeros(self, length: int) -> None:
         while length:
-            size = min(length, len(_ZEROS))
+            if self._room == CHUNK and length >= CHUNK:
+                self._compare(_hash_zeros())
+                length -= CHUNK
+                continue
+            size = min(length, len(_ZEROS), self._room)
             self.update(memoryview(_ZEROS)[:size])
             length -= size
 
     def check(self) -> None:
         if self._used:
             self._seal()
-        if len(self._found) != len(self._file.chunks):
+        if self._checked != len(self._file.chunks):
             raise _altered(self._name)
 
     def _seal(self) -> None:
-        wanted, number = self._file.chunks, len(self._found)
-        self._found.append(self._hash.hexdigest())
-        if number >= len(wanted) or wanted[number] != self._found[-1]:
-            raise _altered(f"chunk {number} of {self._name}")
+        self._compare(self._hash.hexdigest())
         self._hash, self._room, self._used = hashlib.sha256(), CHUNK, False
+
+    def _compare(self, found: str) -> None:
+        wanted, number = self._file.chunks, self._checked
+        if number >= len(wanted) or wanted[number] != found:
+            raise _altered(f"chunk {number} of {self._name}")
+        self._checked += 1
+
+
+@functools.cache
+def _hash_zeros() -> str:
+    return hashlib.sha256(bytes(CHUNK)).hexdigest()
 
 
 def _altered(what: str) -> Exception:

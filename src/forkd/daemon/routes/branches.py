@@ -50,7 +50,7 @@ async def branch_sandbox(call: Call, id: SandboxId, body: BranchBody) -> Answer[
     live, diff = body.live or body.mode == "live", body.diff or body.mode == "diff"
     mode = Mode.LIVE if live else Mode.DIFF if diff else Mode.FULL
     tags = [None if tag is None else parse_tag(tag) for tag in (body.tag, body.parent_tag)]
-    branch = await call.runtime.branches.branch(id, BranchRequest(tags[0], mode, tags[1]))
+    branch = await call.runtime.branches.branch(id, BranchRequest(tags[0], mode, tags[1], eager=body.wait))
     if not body.wait:
         return Answer(render_snapshot(call.runtime.snapshots.get(branch.tag)), 202)
     async with call.while_connected():

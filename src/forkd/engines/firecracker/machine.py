@@ -148,7 +148,7 @@ class FirecrackerMachine(ProcessMachine):
             raise EngineFailed("Only a paused VM can be saved", hint="Pause it first")
         memory = await in_thread(self._find_memory)
         place = self._slot.root / _SAVED
-        await in_thread(lambda: _remove(place))
+        await in_thread(lambda: remove_saved(place))
         self._saved = True
         try:
             await self.ask(render_save(_SAVED), is_saved)
@@ -157,9 +157,9 @@ class FirecrackerMachine(ProcessMachine):
             if not is_saved(error.message):
                 raise
         try:
-            return await in_thread(lambda: _read_bounded(place)), memory
+            return await in_thread(lambda: read_saved(place)), memory
         finally:
-            await in_thread(lambda: _remove(place))
+            await in_thread(lambda: remove_saved(place))
 
     def _find_memory(self) -> LiveMemory:
         try:
@@ -270,7 +270,7 @@ class FirecrackerMachine(ProcessMachine):
         return "\n".join(part for part in (self._vmm_output(), self.console_tail().strip()) if part) or None
 
 
-def _read_bounded(path: Path) -> bytes:
+def read_saved(path: Path) -> bytes:
     """What Firecracker, which may have been broken into, wrote in its own root: no link, no pipe, no more than that."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -284,7 +284,7 @@ def _read_bounded(path: Path) -> bytes:
     return data
 
 
-def _remove(path: Path) -> None:
+def remove_saved(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError:

@@ -122,7 +122,7 @@ class QemuMachine(ProcessMachine):
         place.unlink(missing_ok=True)
         state = BytesIO()
         await self.monitor.save_state(state)
-        place.write_bytes(state.getvalue())
+        _keep(place, state.getvalue())
         return state.getvalue()
 
     @contextlib.asynccontextmanager
@@ -158,6 +158,16 @@ class QemuMachine(ProcessMachine):
 
     def _reason(self, status: ExitStatus) -> ExitReason:
         return parse_exit(status, self.console_tail())
+
+
+def _keep(place: Path, data: bytes) -> None:
+    """All of it or, where there is no space, nothing: the VM can then be saved once only."""
+    new = place.with_suffix(".new")
+    try:
+        new.write_bytes(data)
+        new.rename(place)
+    except OSError:
+        new.unlink(missing_ok=True)
 
 
 async def adopt(directory: Path, leader: Marked | None) -> QemuMachine:

@@ -68,7 +68,10 @@ def make_private(pid: int, content: Content, then: Sequence[Call] = ()) -> None:
 
 def find_live_memory(pid: int) -> LiveMemory:
     """Where a QEMU has its guest's memory. Raises EngineFailed unless all of it is its own."""
-    file = parse_memory_path(Path(f"/proc/{pid}/cmdline").read_bytes())
+    try:
+        file = parse_memory_path(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError as error:
+        raise EngineFailed(f"Process {pid} cannot be looked at: {error.strerror}") from error
     if file is None:
         raise EngineFailed("The VM was started with memory that cannot be saved", hint="Fork its snapshot again")
     with _understood(pid, file):
