@@ -93,6 +93,9 @@ WORKSPACE = {
     "last_active_unix": int,
     "live_sandbox_id": str,
 }
+SUSPENDED_WORKSPACE = {key: kind for key, kind in WORKSPACE.items() if key != "live_sandbox_id"} | {
+    "current_state_tag": str
+}
 EXEC = {"stdout": str, "stderr": str, "exit_code": int, "truncated": bool}
 EVAL = {
     "result": (str, NOTHING),

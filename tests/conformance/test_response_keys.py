@@ -16,6 +16,7 @@ from support_keys import (
     SANDBOX,
     SNAPSHOT,
     SNAPSHOT_DETAIL,
+    SUSPENDED_WORKSPACE,
     TEMPLATE,
     VERSION,
     WHOLE_BRANCH,
@@ -127,10 +128,10 @@ def test_workspaces(daemon: Daemon, workspace: str) -> None:
     check(daemon.get(f"/v1/workspaces/{workspace}"), 200, WORKSPACE)
     check_error(daemon.post("/v1/workspaces", {"name": workspace, "snapshot_tag": TAG}), 409, "conflict")
     suspended = daemon.post(f"/v1/workspaces/{workspace}/suspend", {})
-    check(suspended, 200, WORKSPACE)
+    check(suspended, 200, SUSPENDED_WORKSPACE)
     assert suspended.body["status"] == "suspended"
     resumed = daemon.post(f"/v1/workspaces/{workspace}/resume")
-    check(resumed, 200, WORKSPACE)
+    check(resumed, 200, {**SUSPENDED_WORKSPACE, **WORKSPACE})
     assert resumed.body["status"] == "running"
 
 
