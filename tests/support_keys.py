@@ -45,6 +45,33 @@ SNAPSHOT = {
     "vcpus": int,
     "warm": str,
 }
+# Of a snapshot that is a branch; where it holds all of its memory it has no parent.
+WHOLE_BRANCH = {
+    **SNAPSHOT,
+    "branched_from": str,
+    "pause_ms": int,
+    "diff_ms": int,
+    "diff_physical_bytes": int,
+    "diff_logical_bytes": int,
+    # Ours.
+    "diff_dirty_bytes": int,
+    "auto": bool,
+}
+BRANCH = {**WHOLE_BRANCH, "parent_tag": str}
+# And while it is written.
+WRITTEN = {
+    **_SNAPSHOT,
+    "status": str,
+    "bootable": bool,
+    "parent_tag": str,
+    "branched_from": str,
+    "pause_ms": int,
+    # Ours.
+    "usable": bool,
+    "progress": str,
+    "auto": bool,
+}
+CHECKPOINT = {"name": str, "tag": str, "created_at_unix": int, "status": str, "pause_ms": int, "bytes_dirty": int}
 SNAPSHOT_DETAIL = {
     **_SNAPSHOT,
     "memory_logical_bytes": int,
@@ -56,6 +83,7 @@ SNAPSHOT_DETAIL = {
     # Ours.
     "unique_bytes": int,
 }
+LAYER_DETAIL = {**SNAPSHOT_DETAIL, "parent_tag": str, "parent_content_hash": str}
 WORKSPACE = {
     "id": str,
     "name": str,

@@ -8,6 +8,7 @@ import pytest
 from real_clients import CONTROLLERS, METHODS, ClientError, Controller, driven
 from real_daemon import TAG, Daemon
 from support_limits import enforced
+from support_processes import wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_running")
 
@@ -49,12 +50,11 @@ def test_sandboxes_are_spawned_found_and_killed(controller: Controller, daemon: 
 
 
 def test_every_option_of_spawn_is_taken_or_refused_as_not_built(controller: Controller, daemon: Daemon) -> None:
-    options = {"per_child_netns": True, "memory_limit_mib": 4096, "prewarm": True, "live_fork": False}
+    options = {"per_child_netns": True, "memory_limit_mib": 4096, "prewarm": True, "live_fork": True}
     (info,) = controller.call("spawn_sandboxes", TAG, **options)
     assert (info["memory_limit_mib"], info["netns"], info["branch_count"]) == (enforced(4096), None, 0)
     controller.call("kill_sandbox", info["id"])
-    for option in ("live_fork", "hugepages"):
-        check_fails(controller, daemon, 400, "unsupported", "/v1/sandboxes", "spawn_sandboxes", TAG, **{option: True})
+    check_fails(controller, daemon, 400, "unsupported", "/v1/sandboxes", "spawn_sandboxes", TAG, hugepages=True)
 
 
 @pytest.mark.parametrize(
@@ -104,26 +104,53 @@ def test_code_is_evaluated_in_the_warmed_interpreter(controller: Controller, dae
     assert (failed["result"], failed["error"], failed["exit_code"]) == (None, "ZeroDivisionError: division by zero", 1)
 
 
-NOT_BUILT, REFUSED = (501, "unsupported"), (400, "invalid_input")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tag": "next"},
+        {"tag": "next", "diff": True},
+        {"tag": "next", "measure_diff": True},
+        {"tag": "next", "mode": "full"},
+        {"tag": "next", "mode": "diff"},
+        {"tag": "next", "mode": "live"},
+        {"tag": "next", "mode": "live", "wait": False},
+    ],
+)
+def test_a_sandbox_is_branched_and_the_tag_spawned_from(
+    controller: Controller, daemon: Daemon, sandbox: str, options: dict[str, Any]
+) -> None:
+    controller.call("eval_code", sandbox, "here = ['before']")
+    made = controller.call("branch_sandbox", sandbox, **options)
+    tag = made["tag"]
+    try:
+        assert made["branched_from"] == sandbox and made["pause_ms"] >= 0 and made["dir"].endswith(tag)
+        waited = options.get("wait", True)
+        assert made["status"] in (("ready",) if waited else ("writing", "ready"))
+        if waited:
+            assert made["bootable"] and made["diff_physical_bytes"] >= 0 and made["diff_ms"] >= 0
+        controller.call("eval_code", sandbox, "here.append('after')")
+        (child,) = controller.call("spawn_sandboxes", tag)
+        assert controller.call("eval_code", child["id"], "here + [past['answer']]")["result"] == "['before', 42]"
+        assert controller.call("eval_code", sandbox, "here")["result"] == "['before', 'after']"
+        assert controller.call("get_sandbox", sandbox)["has_branched"] is True
+        controller.call("kill_sandbox", child["id"])
+        wait_until(lambda: daemon.get(f"/v1/snapshots/{tag}").body["status"] == "ready", "it is written")
+        path = f"/v1/sandboxes/{sandbox}/branch"
+        check_fails(controller, daemon, 409, "conflict", path, "branch_sandbox", sandbox, tag=tag)
+    finally:
+        assert controller.call("delete_snapshot", tag) is None
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({}, NOT_BUILT),
-        ({"tag": "next"}, NOT_BUILT),
-        ({"mode": "live", "wait": False}, NOT_BUILT),
-        ({"measure_diff": True}, NOT_BUILT),
-        ({"tag": "no tag"}, REFUSED),
-        ({"mode": "diff", "measure_diff": True}, REFUSED),
-        ({"wait": False}, REFUSED),
-    ],
+    "options", [{"tag": "no tag"}, {"mode": "diff", "measure_diff": True}, {"wait": False}, {"mode": "sideways"}]
 )
-def test_branch_says_that_it_is_not_built_yet_or_cannot_be(
-    controller: Controller, daemon: Daemon, sandbox: str, options: dict[str, Any], error: tuple[int, str]
+def test_branches_that_cannot_be_are_refused(
+    controller: Controller, daemon: Daemon, sandbox: str, options: dict[str, Any]
 ) -> None:
+    status = 422 if options.get("mode") == "sideways" else 400
     path = f"/v1/sandboxes/{sandbox}/branch"
-    check_fails(controller, daemon, *error, path, "branch_sandbox", sandbox, **options)
+    check_fails(controller, daemon, status, "invalid_input", path, "branch_sandbox", sandbox, **options)
 
 
 @pytest.mark.parametrize(

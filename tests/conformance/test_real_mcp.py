@@ -70,8 +70,19 @@ def test_snapshots_are_listed_and_made_of_images_of_the_store(mcp_driver: Driver
     assert daemon.delete("/v1/snapshots/spare").status == 204
 
 
-def test_branch_says_that_it_is_not_built_yet(mcp_driver: Driver, sandbox: str) -> None:
-    fails(mcp_driver, 501, "branch_sandbox", sandbox_id=sandbox, tag="next", diff=True)
+@pytest.mark.parametrize("options", [{}, {"diff": True}, {"measure_diff": True}])
+def test_a_sandbox_is_branched(mcp_driver: Driver, daemon: Daemon, sandbox: str, options: dict[str, bool]) -> None:
+    mcp_driver.make(tool="eval_code", kwargs={"sandbox_id": sandbox, "code": "here = 6 * 7"})
+    made = mcp_driver.make(tool="branch_sandbox", kwargs={"sandbox_id": sandbox, "tag": "next", **options})
+    assert (made["tag"], made["status"], made["branched_from"]) == ("next", "ready", sandbox)
+    (child,) = mcp_driver.make(tool="spawn_sandboxes", kwargs={"snapshot_tag": "next"})
+    assert mcp_driver.make(tool="eval_code", kwargs={"sandbox_id": child["id"], "code": "here"})["result"] == "42"
+    mcp_driver.make(tool="kill_sandbox", kwargs={"sandbox_id": child["id"]})
+    fails(mcp_driver, 409, "branch_sandbox", sandbox_id=sandbox, tag="next")
+    assert daemon.delete("/v1/snapshots/next").status == 204
+
+
+def test_a_branch_that_cannot_be_is_refused(mcp_driver: Driver, sandbox: str) -> None:
     fails(mcp_driver, 400, "branch_sandbox", sandbox_id=sandbox, diff=True, measure_diff=True)
 
 

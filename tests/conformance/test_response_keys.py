@@ -6,7 +6,23 @@ from typing import Any
 import pytest
 from real_daemon import IMAGE, TAG, Daemon
 from support_client import Answer
-from support_keys import ERROR, EVAL, EXEC, PING, SANDBOX, SNAPSHOT, SNAPSHOT_DETAIL, TEMPLATE, VERSION, WORKSPACE
+from support_keys import (
+    BRANCH,
+    ERROR,
+    EVAL,
+    EXEC,
+    LAYER_DETAIL,
+    PING,
+    SANDBOX,
+    SNAPSHOT,
+    SNAPSHOT_DETAIL,
+    TEMPLATE,
+    VERSION,
+    WHOLE_BRANCH,
+    WORKSPACE,
+    WRITTEN,
+)
+from support_processes import wait_until
 
 pytestmark = pytest.mark.usefixtures("nothing_running")
 
@@ -69,7 +85,9 @@ def test_a_snapshot_made_the_way_of_forkd_answers_when_it_is_there(daemon: Daemo
     made = daemon.post("/v1/snapshots", request)
     check(made, 201, SNAPSHOT)
     assert (made.body["status"], made.body["bootable"]) == ("ready", True)
-    check_error(daemon.post("/v1/snapshots/theirs/compact", {"to": "flat"}), 501, "unsupported")
+    flat = daemon.post("/v1/snapshots/theirs/compact", {"to": "flat"})
+    assert (flat.status, flat.body["branched_from"]) == (200, "compact:theirs")
+    check_empty(daemon.delete("/v1/snapshots/flat"))
     check_error(daemon.delete("/v1/snapshots/theirs?cascade=true&force=true"), 400, "invalid_input")
     check_empty(daemon.delete("/v1/snapshots/theirs"))
     check_error(daemon.delete("/v1/snapshots/theirs"), 404, "not_found")
@@ -81,7 +99,22 @@ def test_the_guest(daemon: Daemon, sandbox: str) -> None:
     check(daemon.post(f"{base}/exec", {"args": ["true"]}), 200, EXEC)
     check(daemon.post(f"{base}/eval", {"code": "1"}), 200, EVAL)
     check(daemon.post(f"{base}/eval", {"code": "1/0"}), 200, EVAL)
-    check_error(daemon.post(f"{base}/branch", {}), 501, "unsupported")
+
+
+def test_branches(daemon: Daemon, sandbox: str) -> None:
+    path = f"/v1/sandboxes/{sandbox}/branch"
+    for body, keys in (({}, WHOLE_BRANCH), ({"diff": True}, BRANCH), ({"mode": "live"}, BRANCH)):
+        check(daemon.post(path, {"tag": "next", **body}), 201, keys)
+        check(daemon.get("/v1/snapshots/next/info"), 200, LAYER_DETAIL if body else SNAPSHOT_DETAIL)
+        check_empty(daemon.delete("/v1/snapshots/next"))
+    soon = daemon.post(path, {"tag": "next", "mode": "live", "wait": False})
+    check(soon, 202, BRANCH if soon.body["status"] == "ready" else WRITTEN)
+    wait_until(lambda: daemon.get("/v1/snapshots/next").body["status"] == "ready", "it is written")
+    refused = daemon.delete(f"/v1/snapshots/{TAG}")
+    check_error(refused, 409, "conflict")
+    said = refused.body["error"] + refused.body["hint"]
+    assert all(word in said for word in ("next", "cascade", "force"))
+    check_empty(daemon.delete("/v1/snapshots/next"))
 
 
 def test_a_ping_takes_any_content_type_and_no_body(daemon: Daemon, sandbox: str) -> None:

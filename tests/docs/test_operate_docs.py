@@ -311,7 +311,7 @@ def analyze(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_readme_leads_to_a_sandbox_by_python_and_by_curl(home: Home) -> None:
     readme = (ROOT / "README.md").read_text()
-    (python,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    python = "".join(re.findall(r"```python\n(.*?)```", readme, re.DOTALL))
     (console,) = re.findall(r"```console\n(.*?)```", readme, re.DOTALL)
     with served(home, "--bind", "127.0.0.1:0", "--on-stop", "kill") as daemon, daemon.controller() as controller:
         controller.create_snapshot("warm", "small", warm="class numpy:\n  zeros = bytearray", wait=True)
@@ -319,6 +319,7 @@ def test_the_readme_leads_to_a_sandbox_by_python_and_by_curl(home: Home) -> None
         python = python.replace("numpy.zeros(5).tolist()", "list(numpy.zeros(5))")
         shown = run([sys.executable, "-c", python], variables)
         assert shown.endswith("[0, 0, 0, 0, 0]\n")
+        assert [view["tag"] for view in controller.list_snapshots()] == ["warm"]  # its checkpoints went with it
         assert controller.list_sandboxes() == []
         if shutil.which("curl") is None or shutil.which("jq") is None:
             pytest.skip("curl or jq is not installed")

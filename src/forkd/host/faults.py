@@ -34,6 +34,8 @@ POINTS = (
     "branch.published",  # under its tag, the record still says writing
     "rewind.forked",  # another VM has the sandbox's identity, the row names the old one
     "rewind.recorded",  # the row names the new one, the old one still runs
+    "promote.moved",  # the sandbox is where its child was; the child and its siblings still run
+    "derive.ran",  # in a sandbox that nobody asked for; nothing is saved
     "suspend.written",  # the state is on disk, the workspace does not name it
     "suspend.recorded",  # the workspace names it, the sandbox still runs
     "unpack.staged",  # all of a pack is written and checked, nothing is visible
@@ -42,6 +44,7 @@ POINTS = (
     "layer.pages",  # written, their index is not
     "layer.sealed",
     "compact.written",  # whole, and not sealed
+    "compact.published",  # nobody was told
     "delete.renamed",  # a snapshot has lost its tag, its files are there
     "delete.marked",
     "delete.killed",  # no process, the row still says stopping

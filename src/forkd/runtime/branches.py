@@ -111,9 +111,11 @@ class Branches:
 
     async def _branch(self, sandbox_id: str, request: BranchRequest) -> Branch:
         begun = time.monotonic()
+        if request.tag is not None:
+            self._snapshots.check_free(request.tag)
         record, live = self._sandboxes.get(sandbox_id), self._sandboxes.held(sandbox_id)
         tag = request.tag or new_tag(record.id)
-        self._check_free(tag)
+        self.check_turn(tag)
         check_parent(request, record)
         ancestry = Ancestry(record.id, record.lineage, record.depth + 1, time.time())
         auto = request.auto or request.tag is None
@@ -132,8 +134,10 @@ class Branches:
             self._sandboxes.registry.count_branch(record.id)
         return branch
 
-    def _check_free(self, tag: SnapshotTag) -> None:
-        self._snapshots.check_free(tag)
+    def check_turn(self, tag: SnapshotTag | None) -> None:
+        """Raise Conflict when one of this tag is being written, NoCapacity when too many are."""
+        if tag is not None:
+            self._snapshots.check_not_making(tag)
         if self.in_flight >= self.at_once:
             raise NoCapacity(
                 f"{self.at_once} branches are being written already",

@@ -99,6 +99,7 @@ class Checkpoints:
             )
         async with self._branches.captured(child.id) as origin, live.lock:
             await self._move(live, record, origin)
+        fault_point("promote.moved")
         self._sandboxes.events.emit("sandbox.promoted", sandbox_id=record.id, data={"child": child.id})
         await self._sandboxes.kill_these(
             each.id for each in self._sandboxes.registry.list_sandboxes() if each.parent_id == record.id

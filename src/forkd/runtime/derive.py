@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from forkd.errors import InvalidInput
+from forkd.host.faults import fault_point
 from forkd.model.names import SnapshotTag
 from forkd.model.sandbox import SandboxSpec
 from forkd.runtime.branch_files import BranchRequest, Mode
@@ -14,6 +15,9 @@ from forkd.runtime.sandboxes import Sandboxes
 from forkd.runtime.snapshot_view import SnapshotView
 from forkd.runtime.snapshots import Snapshots
 from forkd.runtime.spawn import Spawner
+
+# Of the sandbox that it runs in; the value is the tag to be.
+LABEL = "forkd/derives"
 
 
 @dataclass(frozen=True)
@@ -38,14 +42,20 @@ class Deriver:
         """Goes on to its end, or to nothing, when its caller does not wait."""
         return await self._sandboxes.finished(self._derive(request, owner))
 
+    async def recover(self) -> None:
+        """After a crash: sandboxes that something was run in, and that nobody waits for."""
+        records = self._sandboxes.registry.list_sandboxes()
+        await self._sandboxes.kill_these(record.id for record in records if LABEL in record.labels)
+
     async def _derive(self, request: DeriveRequest, owner: str | None) -> SnapshotView:
         self._snapshots.check_free(request.tag)
-        labels = {"forkd/derives": request.tag}
+        labels = {LABEL: request.tag}
         spawned = await self._spawner.spawn(SandboxSpec(request.source, labels=labels, owner=owner))
         sandbox_id = spawned.records[0].id
         try:
             async with self._sandboxes.use(sandbox_id) as live:
                 await warm_up(live.agent, request.warmup)
+            fault_point("derive.ran")
             asked = BranchRequest(request.tag, Mode.DIFF, settled=True, eager=True)
             branch = await self._branches.branch(sandbox_id, asked)
             return await self._branches.written(branch)

@@ -30,7 +30,7 @@ from forkd.runtime.packs import Packs
 from forkd.runtime.recovery import recover
 from forkd.runtime.registry import Registry, SandboxRecord
 from forkd.runtime.sandboxes import Sandboxes
-from forkd.runtime.snapshot_view import FORK_PREFIX, is_checkpoint, is_left_over
+from forkd.runtime.snapshot_view import FAILED, FORK_PREFIX, is_checkpoint, is_left_over, is_nobodys
 from forkd.runtime.snapshots import Pruning, Snapshots
 from forkd.runtime.spawn import Spawner
 from forkd.runtime.templates import Templates
@@ -73,7 +73,8 @@ class Runtime:
         )
         self.spawn, self.fork, self.cancel_spawn = spawner.spawn, spawner.fork, spawner.cancel
         self.checkpoints = Checkpoints(self.sandboxes, self.snapshots, self.branches)
-        self.derive = Deriver(self.sandboxes, self.snapshots, self.branches, spawner).derive
+        self.deriver = Deriver(self.sandboxes, self.snapshots, self.branches, spawner)
+        self.derive = self.deriver.derive
         self.workspaces = Workspaces(registry, self.sandboxes, self.snapshots, self.branches, self.spawn)
         self.sandboxes.on_removed = self._on_removed
         self.upkeep = Upkeep(self.sandboxes)
@@ -92,6 +93,7 @@ class Runtime:
             try:
                 await recover(runtime.sandboxes)
                 runtime.snapshots.recover()
+                await runtime.deriver.recover()
                 await runtime.workspaces.recover()
                 await runtime.collect()
                 runtime.packs.recover()
@@ -122,6 +124,9 @@ class Runtime:
         """
         records = self.registry.list_sandboxes()
         alive, used = {record.id for record in records}, {record.snapshot_tag for record in records}
+        for job in self.registry.list_jobs():
+            if job.status == FAILED and is_nobodys(job.tag, alive) and not (self.home.snapshots / job.tag).exists():
+                self.registry.remove_job(job.tag)
         left = {view.tag for view in self.snapshots.list() if is_left_over(view, alive, used)}
         removed: set[SnapshotTag] | None = None
         while left and removed != set():  # those that lie over others go first, in as many rounds as that takes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from forkd.store.snapshots import Snapshot
 WRITING, READY, FAILED = "writing", "ready", "failed"
 # Of tags that only the forks of one call need, on engines that fork from files.
 FORK_PREFIX = "fork-"
+# Those, states of workspaces, and checkpoints of a sandbox.
+_MADE_UP = re.compile(rf"{FORK_PREFIX}sb-|ws-[0-9a-f]{{16}}-|(?P<checkpointed>sb-[0-9a-f]{{10}})-")
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,12 @@ def is_left_over(view: SnapshotView, alive: Collection[str], used: Collection[st
     if origin is None or not origin.auto or view.tag in used:
         return False
     return view.tag.startswith(FORK_PREFIX) or (origin.checkpoint is not None and origin.branched_from not in alive)
+
+
+def is_nobodys(tag: SnapshotTag, alive: Collection[str]) -> bool:
+    """Pure. Whether an attempt that failed was for a tag that nobody chose, and nobody asks for any more."""
+    found = _MADE_UP.match(tag)
+    return found is not None and (found["checkpointed"] is None or found["checkpointed"] not in alive)
 
 
 def stored_of(snapshot: Snapshot) -> Stored:

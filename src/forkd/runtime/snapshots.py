@@ -253,6 +253,7 @@ class Snapshots:
         self.check_free(to)
         self.get(tag)
         await in_thread(lambda: self.store.compact(tag, to))
+        fault_point("compact.published")
         self._events.emit("snapshot.ready", snapshot_tag=to, data={"compacted": tag})
         return self.get(to)
 

@@ -45,6 +45,7 @@ _PAUSE = {"X-Forkd-Pause-Ms": "How long the source stood still"}
 async def branch_sandbox(call: Call, id: SandboxId, body: BranchBody) -> Answer[SnapshotInfo]:
     """Freeze it where it is, under `tag` (else one is made up). `full`: the snapshot needs no other; `diff`, `live`: a
     layer over what the sandbox was forked from. With `wait` false 202, and the tag can be forked from at once."""
+    call.runtime.branches.check_turn(None if body.tag is None else parse_tag(body.tag))
     check_branch(body)
     live, diff = body.live or body.mode == "live", body.diff or body.mode == "diff"
     mode = Mode.LIVE if live else Mode.DIFF if diff else Mode.FULL
