@@ -21,9 +21,10 @@ from forkd.host.paths import Home
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 OF_VMS = [point for point in POINTS if point.startswith(("template.", "fork."))]
-# Of layers and chains: tests/store/test_chains.py.
-OF_STORE = ["layer.pages", "layer.sealed", "compact.written", "delete.renamed"]
-OF_ALL = [point for point in POINTS if point not in (*OF_VMS, *OF_STORE)]
+# Those of branches and what they make: test_branch_faults.py.
+OF_ALL = [
+    point for point in POINTS if point.startswith(("spawn.", "snapshot.", "delete.")) and point != "delete.renamed"
+]
 # Where children exist already: forks of a template end, or go on, as those that were started do.
 OF_BOTH = ["spawn.started", "spawn.forked", "spawn.committed"]
 # How many of the two sandboxes before, and the three under way, there are afterwards.
