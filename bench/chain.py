@@ -17,8 +17,8 @@ from forkd.model.machine import MachineSpec
 
 LIVE, LOADED, REHEARSED = "live", "loaded", "rehearsed"
 KINDS = {
-    LIVE: "the branch itself, which stands still",
-    LOADED: "its files, by a daemon that was started after it was written",
+    LIVE: "a live template",  # the branch itself, which stands still
+    LOADED: "a template loaded from files",  # by a daemon that was started after it was written
 }
 DEEPER, LARGER, SHARE = 1.1, 1.2, 0.125
 _SPAWNED = "the answer to its first evaluation is read; starts before the spawn is sent"
@@ -44,11 +44,11 @@ CHAIN = Family(
     "",
     _READY,
     {
-        "spawn.rehearsed.0": Row("spawn from depth 0, its template has rehearsed", "ms", _SPAWNED),
-        "spawn.{kind}.{depth}": Row("spawn from depth {depth}, its template is {made}", "ms", _SPAWNED),
+        "spawn.rehearsed.0": Row("spawn from depth 0, a template that has rehearsed", "ms", _SPAWNED),
+        "spawn.{kind}.{depth}": Row("spawn from depth {depth}, {made}", "ms", _SPAWNED),
         "deeper.{kind}": ratio(
-            "spawn from depth {depth} / depth 0, p50, its template is {made}",
-            Bound("spawn from depth {depth} / depth 0, p50, its template is {made}", "<=", DEEPER, _deepest),
+            "spawn from depth {depth} / depth 0, p50, {made}",
+            Bound("spawn from depth {depth} / depth 0, p50, {made}", "<=", DEEPER, _deepest),
         ),
         "load.{depth}": Row(
             "template of depth {depth}, loaded from files",

@@ -48,7 +48,7 @@ def test_a_fork_that_is_refused_says_why(warm: Cli) -> None:
     check(warm.ask("fork", "warm", "--memory-limit-mib", "0"), 2)
     check(warm.ask("fork", "warm", "--timeout", "-1"), 2)
     check(warm.ask("fork", "warm", "-l", "bad name=1"), 2)
-    check(warm.ask("fork", "warm", "--live-fork"), 17)
+    check(warm.ask("fork", "warm", "--hugepages"), 17)
     assert json.loads(warm.ask("fork", "nothing", "--json").stdout)["code"] == "not_found"
     assert warm.ids() == []
 
@@ -343,10 +343,14 @@ def test_a_workspace_is_made_suspended_resumed_and_removed(warm: Cli) -> None:
     sandbox = made["live_sandbox_id"]
     assert warm.ask("eval", sandbox, "x").stdout == "41\n"
     check(warm.ask("workspace", "create", "mine", "--snapshot", "warm"), 4)
+    assert "mine" in warm.ask("ls").stdout
+    assert warm.ask("eval", sandbox, "x = 42").returncode == 0
     assert warm.json("workspace", "suspend", "mine")[0]["status"] == "suspended"
     assert "suspended" in warm.ask("workspace", "ls").stdout
-    assert "mine" in warm.ask("ls").stdout
-    assert warm.json("workspace", "resume", "mine")[0]["status"] == "running"
+    assert warm.ids() == []
+    [resumed] = warm.json("workspace", "resume", "mine")
+    assert resumed["status"] == "running"
+    assert warm.ask("eval", resumed["live_sandbox_id"], "x").stdout == "42\n"
     check(warm.ask("workspace", "rm", "mine", "other"), 3)
     assert [info["name"] for info in warm.json("workspace", "ls")] == ["mine"]
     assert warm.json("workspace", "rm", "mine") == {"removed": ["mine"]}

@@ -62,6 +62,14 @@ def test_a_pack_has_a_mark_and_the_same_bytes_each_time(giver: tuple[Home, Clien
     assert client.get("/v1/snapshots/nobody/pack").error == (404, "not_found")
 
 
+def test_what_is_still_being_made_has_no_pack(giver: tuple[Home, Client]) -> None:
+    _, client = giver
+    slow = {"tag": "slow", "image": "small", "warm": "import time; time.sleep(60)"}
+    assert client.post("/v1/snapshots", slow).status == 202
+    assert client.get("/v1/snapshots/slow/pack").error == (409, "conflict")
+    assert client.delete("/v1/snapshots/slow").status == 204
+
+
 def test_parts_of_a_pack_are_parts_of_it(giver: tuple[Home, Client]) -> None:
     _, client = giver
     path = "/v1/snapshots/noisy/pack"

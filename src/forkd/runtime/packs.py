@@ -71,6 +71,8 @@ class Packs:
     @contextlib.asynccontextmanager
     async def opened(self, tag: SnapshotTag, *, image: bool) -> AsyncIterator[OpenPack]:
         """To be sent. What it is made of stays until the block ends."""
+        if not self._snapshots.store.has(tag):
+            self._snapshots.check_not_making(tag)
         if self._sent >= MAX_SENT:
             raise NoCapacity(f"{MAX_SENT} packs are being sent already", hint="Try again when one is done")
         self._sent += 1
