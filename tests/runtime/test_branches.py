@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,6 +18,7 @@ from forkd.host.marked import find_marked
 from forkd.host.paths import Home
 from forkd.model.names import parse_tag
 from forkd.model.sandbox import SandboxSpec, State
+from forkd.runtime import branches
 from forkd.runtime.branch_files import BranchRequest, Mode
 from forkd.runtime.derive import DeriveRequest
 from forkd.runtime.doctor import open_engine
@@ -376,6 +378,31 @@ async def test_a_branch_whose_paused_fork_is_killed_fails_and_harms_nobody(runti
         await branch(runtime, source.id)
     assert await evaluate(runtime, (await spawn(runtime, "next")).id, "x") == 41
     assert await evaluate(runtime, source.id, "x") == 41
+
+
+async def test_a_branch_that_is_removed_when_it_is_complete_is_gone(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step of its writing only reads."""
+    if runtime.engine.why_no_live_forks() is not None:
+        pytest.skip("its branches are written while the source is paused")
+    reading, may_end = threading.Event(), threading.Event()
+
+    def read_back(*_: object) -> None:
+        reading.set()
+        assert may_end.wait(60)
+
+    monkeypatch.setattr(branches, "read_back", read_back)
+    source = await spawn(runtime)
+    await runtime.branches.branch(source.id, BranchRequest(NEXT))
+    await until(reading.is_set, "all but the reading")
+    removing = asyncio.create_task(runtime.snapshots.remove("next"))
+    await asyncio.sleep(0.05)
+    may_end.set()
+    await removing
+    with pytest.raises(NotFound):
+        runtime.snapshots.get("next")
+    assert not (runtime.home.snapshots / "next").exists()
 
 
 async def test_many_branches_of_one_busy_sandbox(runtime: Runtime) -> None:

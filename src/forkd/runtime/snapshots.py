@@ -309,8 +309,10 @@ class Snapshots:
 
     async def _give_up(self, tag: SnapshotTag) -> bool:
         if (branch := self.branches.get(tag)) is not None:
+            if branch.task is None:
+                raise Conflict(f"Snapshot {tag} is being written", hint="Wait until its status is ready")
             await self.give_up_branch(branch)
-            return True
+            return not self.store.has(tag)  # it may have been complete already
         making = self._making.get(tag)
         if making is None or making.task is None:
             return False

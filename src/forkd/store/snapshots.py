@@ -16,7 +16,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -218,6 +218,8 @@ class SnapshotStore:
 
         `cascade`: the layers go too. `force`: they stay, and cannot be used any more. Returns what was removed.
         """
+        if not cascade and not force:
+            self._refuse_below_layers(tags)  # whoever uses it now: that they are there tells more
         with contextlib.ExitStack() as locks:
             # In the order they are locked. While we hold them no layer over them can appear.
             wanted: dict[SnapshotTag, None] = {}
@@ -241,6 +243,12 @@ class SnapshotStore:
                     fault_point("delete.renamed")
                     shutil.rmtree(doomed)
             return tuple(wanted)
+
+    def _refuse_below_layers(self, tags: Sequence[SnapshotTag]) -> None:
+        children = self._children()
+        layers = {tag: [child for child in children.get(tag, ()) if child not in tags] for tag in tags}
+        if any(layers.values()):
+            raise refuse_removal(layers)
 
     def _path(self, tag: SnapshotTag) -> Path:
         return self.root / tag
