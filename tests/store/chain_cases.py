@@ -32,7 +32,7 @@ def manifest(tag: str, parent: Snapshot | None = None) -> Manifest:
         {},
         parent=None if parent is None else Parent(parent.manifest.tag, parent.hash),
         settled=parent is None,
-        origin=None if parent is None else Origin("sb-1", "sb-1", parent.depth + 1, "live"),
+        origin=None if parent is None else Origin("sb-1", "sb-1", parent.depth + 1, mode="live"),
     )
 
 

@@ -114,7 +114,7 @@ LAYER = dataclasses.replace(
     MANIFEST,
     parent=Parent(parse_tag("below"), "ab" * 32),
     settled=False,
-    origin=Origin("sb-1", "sb-0", 3, "diff", 1.5, 20, 1 << 26, 1 << 25, "before", True),
+    origin=Origin("sb-1", "sb-0", 3, 1_700_000_000.25, "diff", 1.5, 20, 1 << 26, 1 << 25, "before", True),
 )
 
 
