@@ -21,6 +21,7 @@ from forkd.wire.agent import (
     CANCEL,
     DATA,
     HEADER_SIZE,
+    MAX_FRAME,
     MAX_MESSAGE,
     MAX_PAYLOAD,
     MAX_STREAMS,
@@ -31,6 +32,7 @@ from forkd.wire.agent import (
     WireError,
     encode,
     encode_message,
+    padding,
 )
 
 _READ_BYTES = 32 * 1024  # in one turn of the loop: others wait while it is handled
@@ -75,6 +77,7 @@ class Channel:
         self._late_budget = _LATE_BYTES
         self._out: deque[bytes] = deque()
         self._pending = 0
+        self.largest_sent = 0  # bytes of a frame that may be half sent at any moment
         self._room: list[asyncio.Future[None]] = []
         self._error: ForkdError | None = None
         self._reading = False
@@ -115,6 +118,14 @@ class Channel:
 
     def send(self, data: bytes) -> None:
         """At once if the socket takes it, else queued. Bounded by the windows of the exchanges."""
+        self.largest_sent = max(self.largest_sent, min(len(data), MAX_FRAME))
+        self._send(data)
+
+    def pad(self, size: int) -> None:
+        """Complete what somebody else may have sent half of."""
+        self._send(padding(size))
+
+    def _send(self, data: bytes) -> None:
         if self._error is not None:
             raise self._lost_error()
         if not self._out:

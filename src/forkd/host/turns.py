@@ -15,11 +15,13 @@ class Turns:
     They may be holding a VM still, call by call.
     """
 
+    wanted = True  # False in a process that has no such threads
+
     def __init__(self) -> None:
         self._over_at = time.monotonic() + _TURN_S
 
     def give_way(self) -> None:
         """Does nothing until the turn is over, so it may be called in a loop."""
-        if time.monotonic() > self._over_at:
+        if self.wanted and time.monotonic() > self._over_at:
             time.sleep(_AWAY_S)
             self._over_at = time.monotonic() + _TURN_S

@@ -63,6 +63,10 @@ class _Frozen:
     machine: Machine
     pause_s: float
     at_unix: float
+    half_sent_bytes: int
+
+    def template(self, tag: SnapshotTag) -> Template:
+        return Template(None, tag, self.machine, None, 0, 0.0, False, self.half_sent_bytes)
 
 
 class Branches:
@@ -161,7 +165,7 @@ class Branches:
                     return
             fault_point("branch.forked")
             branch.pause_s = frozen.pause_s
-            branch.template = Template(None, branch.tag, frozen.machine, None, 0, 0.0, settled=False)
+            branch.template = frozen.template(branch.tag)
             branch.task = asyncio.create_task(
                 self._write_behind(branch, record, request, parent, parents), name=f"branch {branch.tag}"
             )
@@ -177,14 +181,15 @@ class Branches:
         if live.state is State.RUNNING:
             await live.reach()  # the fork goes on in the stream of its agent, which has to be there
         admit_children(1, look(), FORKED_CHILD_MIB)
-        begun, at_unix = time.monotonic(), time.time()
+        begun, at_unix, half_sent = time.monotonic(), time.time(), live.half_sent_bytes
         try:
             machine = await self._engine.fork_live(live.machine, directory, paused=True)
         except NotForkable as error:
             _log.warning("Sandbox %s is paused to be branched: %s", live.id, error.message)
             return None
         pause_s = machine.phases.pause_s
-        return _Frozen(machine, (time.monotonic() - begun) if pause_s is None else pause_s, at_unix)
+        waited_s = time.monotonic() - begun if pause_s is None else pause_s
+        return _Frozen(machine, waited_s, at_unix, half_sent)
 
     async def _hold_parent(
         self, parents: contextlib.AsyncExitStack, request: BranchRequest, record: SandboxRecord
@@ -226,7 +231,7 @@ class Branches:
                 raise
             return
         ancestry = Ancestry(record.id, record.lineage, record.depth + 1, frozen.at_unix)
-        template = Template(None, record.snapshot_tag, frozen.machine, None, 0, 0.0, settled=False)
+        template = frozen.template(record.snapshot_tag)
         try:
             yield Origin(record.snapshot_tag, None, template, record.made_of, ancestry, frozen.pause_s)
         finally:

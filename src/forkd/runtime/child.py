@@ -16,6 +16,7 @@ from forkd.guest.identity import ForkProof
 from forkd.model.names import Identity
 from forkd.model.sandbox import State
 from forkd.runtime.processes import Processes
+from forkd.wire.agent import MAX_FRAME
 
 # A VMM whose channel just closed is dying; its exit status follows within moments.
 _DEATH_DEADLINE_S = 10.0
@@ -134,6 +135,11 @@ class LiveSandbox:
                     f"The guest of {self.id} did not answer within {HELLO_S:g} s",
                     hint="It may be stuck: see forkd logs, or remove it",
                 ) from error
+
+    @property
+    def half_sent_bytes(self) -> int:
+        """What its agent may still wait for, at most, wherever the VM is stopped."""
+        return MAX_FRAME if self._agent is None else self._agent.channel.largest_sent
 
     async def let_go(self) -> None:
         """Stop holding it; the VM runs on."""

@@ -22,7 +22,7 @@ from forkd.runtime.admission import admit_children, look, starts_at_once
 from forkd.runtime.child import Child, raise_explained
 from forkd.runtime.origin import Template
 from forkd.runtime.templates import fork_machine
-from forkd.wire.agent import padding
+from forkd.wire.agent import MAX_FRAME
 
 _MORE_ATTEMPTS = 2
 # A VMM whose channel just closed is dying, as a rule.
@@ -131,8 +131,7 @@ async def fork_one(
         fault_point("spawn.started")
         forked = machine.phases.way is Way.FORK
         with template.judged(limits) if template and forked else contextlib.nullcontext():
-            settled = template.settled if template and forked else frozen is None or frozen.settled
-            return await prove(machine, identity, settled=settled)
+            return await prove(machine, identity, _half_sent_bytes(frozen, template if forked else None))
     except (EngineFailed, GuestDied, GuestTimeout) as error:
         if limits != NO_LIMITS:
             limited = f"Its limits may be too low for the guest: {limits}"
@@ -140,15 +139,21 @@ async def fork_one(
         raise
 
 
-async def prove(machine: Machine, identity: Identity, *, settled: bool = True) -> Child:
+def _half_sent_bytes(frozen: Frozen | None, template: Template | None) -> int:
+    if template is not None:
+        return template.half_sent_bytes
+    return 0 if frozen is None or frozen.settled else MAX_FRAME
+
+
+async def prove(machine: Machine, identity: Identity, half_sent_bytes: int = 0) -> Child:
     """Give it an identity of its own and have it prove that, or kill it.
 
-    `settled`: nothing was under way in the stream of its agent; else a frame may be half sent, and is completed first.
+    `half_sent_bytes`: its agent may wait for the rest of a frame of at most so many, which is completed first.
     """
     agent: Agent | None = None
     try:
         try:
-            agent, proof = await _become(machine, identity, settled)
+            agent, proof = await _become(machine, identity, half_sent_bytes)
         except ForkdError as error:
             await raise_explained(error, machine, "it was forked")
         await machine.running()
@@ -161,7 +166,7 @@ async def prove(machine: Machine, identity: Identity, *, settled: bool = True) -
     return Child(identity, machine, agent, proof)
 
 
-async def _become(machine: Machine, identity: Identity, settled: bool) -> tuple[Agent, ForkProof]:
+async def _become(machine: Machine, identity: Identity, half_sent_bytes: int) -> tuple[Agent, ForkProof]:
     """An agent that kept the contract, asked again when its stream was lost and the VM lives.
 
     A guest on vsock resets its connections when it wakes up, and may take ours for one of the past. The contract sets
@@ -169,19 +174,19 @@ async def _become(machine: Machine, identity: Identity, settled: bool) -> tuple[
     """
     for _ in range(_MORE_ATTEMPTS):
         try:
-            return await _try_become(machine, identity, settled)
+            return await _try_become(machine, identity, half_sent_bytes)
         except ChannelClosed:
             await asyncio.wait([machine.death], timeout=_DEATH_DEADLINE_S)
             if machine.death.done():
                 raise
-    return await _try_become(machine, identity, settled)
+    return await _try_become(machine, identity, half_sent_bytes)
 
 
-async def _try_become(machine: Machine, identity: Identity, settled: bool) -> tuple[Agent, ForkProof]:
+async def _try_become(machine: Machine, identity: Identity, half_sent_bytes: int) -> tuple[Agent, ForkProof]:
     agent = Agent.attach(await machine.connect())
     try:
-        if not settled:
-            agent.channel.send(padding())
+        if half_sent_bytes:
+            agent.channel.pad(half_sent_bytes)
         # Sent before the guest runs, where the engine can: it is there, waiting, when the guest wakes up.
         return agent, await become(agent, identity)
     except BaseException:

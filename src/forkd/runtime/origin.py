@@ -78,6 +78,7 @@ class Template:
     memory_bytes: int
     made_in_s: float
     settled: bool = True
+    half_sent_bytes: int = 0  # what its agent may still wait for; 0 where it is settled
     created_at_unix: float = field(default_factory=time.time)
     used_at: float = field(default_factory=time.monotonic)
     forks: int = 0

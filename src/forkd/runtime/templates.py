@@ -34,6 +34,7 @@ from forkd.runtime.origin import (
     find_key,
     fits,
 )
+from forkd.wire.agent import MAX_FRAME
 
 _log = logging.getLogger(__name__)
 
@@ -188,7 +189,8 @@ class Templates:
                 held_bytes = await in_thread(lambda: _measure(machine))
                 await self._make_room(held_bytes / _MIB)
                 made_in_s = time.monotonic() - begun
-                template = Template(key, tag, machine, agent, held_bytes, made_in_s, frozen.settled)
+                half_sent = 0 if frozen.settled else MAX_FRAME
+                template = Template(key, tag, machine, agent, held_bytes, made_in_s, frozen.settled, half_sent)
                 fault_point("template.ready")
             self._keep(key, template)
             return template

@@ -21,6 +21,7 @@ from forkd import errors
 from forkd.errors import EngineFailed, ForkdError, SnapshotDamaged
 from forkd.host.faults import fault_point
 from forkd.host.pages import Area, Handles, LiveMemory, opened_handles
+from forkd.host.turns import Turns
 from forkd.model.names import parse_tag
 from forkd.store.chain import Snapshot
 from forkd.store.content import OnProgress
@@ -95,6 +96,7 @@ def _parse_error(raw: dict[str, Any]) -> ForkdError:
 def main() -> None:
     """The writer."""
     os.nice(_NICENESS)
+    Turns.wanted = False
     line = sys.stdin.buffer.readline()
     threading.Thread(target=_end_with_input, daemon=True).start()
     try:

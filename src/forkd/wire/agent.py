@@ -110,9 +110,9 @@ def encode_message(kind: int, stream: int, payload: bytes, flags: int = 0) -> by
     return b"".join(frames)
 
 
-def padding() -> bytes:
-    """Enough zeros to complete any frame that the other side still waits for."""
-    return bytes(MAX_FRAME)
+def padding(size: int = MAX_FRAME) -> bytes:
+    """Zeros that complete a frame of at most that size that the other side still waits for; it skips the rest."""
+    return bytes(size)
 
 
 def encode_json(kind: int, stream: int, value: Any, flags: int = 0) -> bytes:
