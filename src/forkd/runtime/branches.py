@@ -78,6 +78,7 @@ class Branches:
         self._sandboxes = sandboxes
         self._snapshots = snapshots
         self._templates = templates
+        self.on_left_behind: Callable[[], None] = lambda: None  # a branch is complete whose sandbox is gone
 
     @property
     def in_flight(self) -> int:
@@ -274,6 +275,8 @@ class Branches:
                 await template.end()  # a template that rehearses is made from the files
             else:
                 await self._templates.adopt(self._snapshots.store.root / branch.tag, template)
+            if record.id not in self._sandboxes.live:
+                self.on_left_behind()
 
     async def _write_paused(
         self,

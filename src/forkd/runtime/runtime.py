@@ -77,6 +77,7 @@ class Runtime:
         self.derive = self.deriver.derive
         self.workspaces = Workspaces(registry, self.sandboxes, self.snapshots, self.branches, self.spawn)
         self.sandboxes.on_removed = self._on_removed
+        self.branches.on_left_behind = self._collect_soon
         self.upkeep = Upkeep(self.sandboxes)
 
     @property
@@ -115,7 +116,10 @@ class Runtime:
 
     def _on_removed(self, record: SandboxRecord) -> None:
         if record.branch_count or record.snapshot_tag.startswith(FORK_PREFIX):
-            self.sandboxes.own(self.collect())
+            self._collect_soon()
+
+    def _collect_soon(self) -> None:
+        self.sandboxes.own(self.collect())
 
     async def collect(self) -> None:
         """Remove what only sandboxes that are gone needed: their checkpoints, and what their forks came from.

@@ -28,6 +28,7 @@ from forkd.host.procfork.blueprint import ForkPlan
 from forkd.host.procfork.child import Child, Holder
 from forkd.host.procfork.program import Call
 from forkd.host.procfork.registers import POLLS
+from forkd.host.system import read_stat
 from forkd.host.threads import finished
 from forkd.model.machine import NO_LIMITS, Limits
 
@@ -68,8 +69,10 @@ async def fork_machine(
         if source.death.done():  # its pid may be another's by now
             raise NotForkable(f"The VM to fork has ended: {source.death.result().reason.value}")
         files = find_files(source.pid, source.directory) if limits != NO_LIMITS else []
-        thread = _fork_thread(source, dies_with=None if outlive else os.getpid())
-        served = await thread.prepare()
+        thread = _fork_thread(source)
+        # One that does not run is only there to be forked, by us. Of a VM that was adopted another is the parent.
+        dies = not outlive or (paused and parent_of(source.pid) == os.getpid())
+        served = await thread.prepare(os.getpid() if dies else None)
         with (
             made_directory(directory),
             grouped(directory, limits, files) as group,
@@ -110,9 +113,9 @@ async def _connected_again(process: WatchedProcess, channel: socket.socket, path
         raise
 
 
-def _fork_thread(source: QemuMachine, *, dies_with: int | None) -> ForkThread:
+def _fork_thread(source: QemuMachine) -> ForkThread:
     if source.fork_thread is None:
-        source.fork_thread = ForkThread(source.pid, source.directory, dies_with=dies_with)
+        source.fork_thread = ForkThread(source.pid, source.directory)
     return source.fork_thread
 
 
@@ -179,19 +182,24 @@ class ForkThread:
     A QEMU that stands still anyway is kept at rest for a moment after a fork, as the next one often follows at once.
     """
 
-    def __init__(self, pid: int, directory: Path, *, dies_with: int | None) -> None:
-        """`dies_with`: the parent that no fork may outlive."""
+    def __init__(self, pid: int, directory: Path) -> None:
         self._pid = pid
         self._directory = directory
-        self._set_up = render_set_up(dies_with)
+        self._dies_with: int | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"fork-{directory.name}")
         self._holder: Holder | None = None
         self._held = False
         self._linger: asyncio.TimerHandle | None = None
         self._served = False
 
-    async def prepare(self) -> bool:
-        """All that can be done while the QEMU still runs; whether its agent has a client."""
+    async def prepare(self, dies_with: int | None) -> bool:
+        """All that can be done while the QEMU still runs; whether its agent has a client.
+
+        `dies_with`: the parent that the fork may not outlive.
+        """
+        if dies_with != self._dies_with:
+            await self.let_go()
+            self._dies_with = dies_with
         await self._run(self._prepare)
         return self._served
 
@@ -233,7 +241,7 @@ class ForkThread:
             roles = find_roles(self._pid)
             self._served = AGENT in roles.values()
             maps = _look_at(self._pid, "maps").decode("utf-8", "replace")
-            set_up = [*self._set_up, *render_small_pages(maps)]
+            set_up = [*render_set_up(self._dies_with), *render_small_pages(maps)]
             self._holder = Holder(self._pid, ForkPlan(render_choice(self._directory, roles), set_up, POLLS))
 
     def _fork(self, directory: Path, ends: Ends, group: Group | None, *, keep: bool, on_held: OnHeld) -> Made:
@@ -265,6 +273,14 @@ def _look_at(pid: int, name: str) -> bytes:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError as error:
         raise NotForkable(f"Process {pid} cannot be looked at: {error.strerror}") from error
+
+
+def parent_of(pid: int) -> int | None:
+    """None: it has ended."""
+    try:
+        return int(read_stat(pid)[1])
+    except OSError:
+        return None
 
 
 def render_set_up(dies_with: int | None) -> list[Call]:

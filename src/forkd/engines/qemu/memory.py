@@ -78,7 +78,8 @@ def find_live_memory(pid: int) -> LiveMemory:
         # Its own descriptor stays, though the snapshot may be gone.
         held = _find_memory_descriptor(pid, file)
         _check_private(pid, str(held.readlink()))
-        return find_memory(pid, held, held.stat().st_size)
+        named = file.exists() and file.samefile(held)
+        return find_memory(pid, file if named else held, held.stat().st_size)
 
 
 def choose_mapped(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
