@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import sqlite3
+import time
 from collections.abc import Mapping
 
 from forkd.client.controller import Controller
@@ -13,6 +14,7 @@ from forkd.host.paths import Home
 
 # What a value is asked with: in a child of a snapshot that has none it is None.
 VALUE = "globals().get('y')"
+LAND_S = 10.0
 
 
 def check_agreement(home: Home, controller: Controller) -> list[str]:
@@ -24,6 +26,10 @@ def check_agreement(home: Home, controller: Controller) -> list[str]:
     live = [row["id"] for row in rows if row["state"] in ("running", "paused")]
     assert {row["state"] for row in rows} <= {"running", "paused", "dead"}, rows
     vms = find_vms(home)
+    deadline = time.monotonic() + LAND_S
+    while set(vms) != {row["id"] for row in rows} and time.monotonic() < deadline:
+        time.sleep(0.1)  # after a full disk the rows are on their way there
+        vms = find_vms(home)
     assert set(vms) == {row["id"] for row in rows}
     assert {path.name for path in find_marked(home.vms)} == {vms[sandbox_id] for sandbox_id in live}
     assert {path.name for path in home.vms.iterdir()} <= set(vms.values())

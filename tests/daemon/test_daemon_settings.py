@@ -33,6 +33,13 @@ def test_defaults_are_loopback_and_the_socket_of_the_runtime_directory() -> None
         unenforced_limits="refuse",
         templates=4,
         template_memory_mib=1024,
+        branch_concurrency=4,
+        max_fork_depth=64,
+        max_fork_children=1000,
+        max_lineage_sandboxes=1000,
+        max_lineage_memory_mib=0,
+        max_token_sandboxes=0,
+        max_token_memory_mib=0,
     )
 
 
@@ -64,6 +71,13 @@ def test_every_setting_can_be_given_in_all_three_ways() -> None:
         "unenforced_limits": "drop",
         "templates": "0",
         "template_memory_mib": "512",
+        "branch_concurrency": "2",
+        "max_fork_depth": "3",
+        "max_fork_children": "4",
+        "max_lineage_sandboxes": "5",
+        "max_lineage_memory_mib": "6",
+        "max_token_sandboxes": "7",
+        "max_token_memory_mib": "8",
     }
     assert set(values) == {option.key for option in OPTIONS}
     by_flag = merge(flags=values)

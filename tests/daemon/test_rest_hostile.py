@@ -211,10 +211,11 @@ def test_unknown_ids_are_404_on_every_route_of_a_sandbox(client: Client) -> None
         "resize": {"rows": 1, "cols": 1},
         "mkdir": {"path": "/a"},
         "rename": {"name": "a", "path": "/a", "to": "/b"},  # of the sandbox, and of a file
+        "promote": {"child": "sb-9876543210"},
     }
     asked = 0
     for path, operations in document["paths"].items():
-        if "{id}" not in path:
+        if "/sandboxes/{id}" not in path:
             continue
         for method, operation in operations.items():
             where = path.replace("{id}", "sb-0123456789").replace("{pid}", "1") + "?path=/a"

@@ -30,7 +30,7 @@ request-timeout = {request_s}
 include-path = "/v1/sandboxes/{{id}}/branch"
 enabled = false
 [[operations]]
-include-path = "/v1/snapshots/{{tag}}/compact"
+include-name = "POST /v1/sandboxes/{{id}}/checkpoints"
 enabled = false
 [[operations]]
 include-path = "/v1/events"

@@ -263,13 +263,15 @@ async def test_a_workspace_lives_through_suspend_resume_and_the_loss_of_its_vm(r
     with pytest.raises(InvalidInput):
         await runtime.workspaces.suspend("desk")
     resumed = await runtime.workspaces.resume("desk")
-    assert resumed.live_sandbox_id == made.live_sandbox_id
-    assert await evaluate(runtime, made.live_sandbox_id, "x") == "mine"
-    await runtime.sandboxes.kill(made.live_sandbox_id)
-    stale = runtime.workspaces.get("desk")
-    assert stale.status == "stale" and stale.live_sandbox_id is None
+    assert resumed.live_sandbox_id is not None and resumed.live_sandbox_id != made.live_sandbox_id
+    assert await evaluate(runtime, resumed.live_sandbox_id, "x") == "mine"
+    await evaluate(runtime, resumed.live_sandbox_id, "x = 'lost'")
+    await runtime.sandboxes.kill(resumed.live_sandbox_id)
+    lost = runtime.workspaces.get("desk")
+    assert lost.status == "suspended" and lost.live_sandbox_id is None
     again = await runtime.workspaces.resume("desk")
-    assert again.status == "running" and again.live_sandbox_id != made.live_sandbox_id
+    assert again.status == "running" and again.live_sandbox_id is not None
+    assert await evaluate(runtime, again.live_sandbox_id, "x") == "mine"
     await runtime.workspaces.remove("desk")
     assert runtime.sandboxes.find(SandboxQuery())[0] == [] and runtime.workspaces.list() == []
 

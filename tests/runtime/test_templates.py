@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 from runtime_cases import LiveFakeEngine, evaluate, make, opened, tags, template_places, until, until_ready
 
-from forkd.engines.base import Frozen, Way
+from forkd.engines.base import Way
 from forkd.errors import (
     Conflict,
     ContractBroken,
@@ -470,7 +470,9 @@ async def test_a_failure_that_nobody_waits_for_any_more_is_in_the_log(
 
 
 async def test_a_snapshot_that_vanishes_has_no_template(runtime: Runtime, engine: LiveFakeEngine) -> None:
-    async with runtime.snapshots.held(TAG) as frozen:
+    async with runtime.snapshots.held(TAG) as origin:
+        frozen = origin.frozen
+        assert frozen is not None
         shutil.rmtree(frozen.directory)
         assert runtime.templates.find(frozen) is None
         runtime.templates.want(frozen, TAG)
@@ -524,9 +526,7 @@ async def test_a_rehearsal_that_does_not_end_is_an_error(runtime: Runtime, monke
 
 async def test_a_rehearsal_is_kept_with_its_snapshot(runtime: Runtime) -> None:
     await make(runtime, "second", rehearsal="past + 1")
-    seen: list[Frozen] = []
-    async with runtime.snapshots.held(parse_tag("second")) as frozen:
-        seen.append(frozen)
-    assert seen[0].rehearsal == "past + 1"
+    async with runtime.snapshots.held(parse_tag("second")) as origin:
+        assert origin.frozen is not None and origin.frozen.rehearsal == "past + 1"
     manifest = runtime.snapshots.get("second").manifest
     assert manifest is not None and manifest.rehearsal == "past + 1"
