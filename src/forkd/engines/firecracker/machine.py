@@ -105,7 +105,7 @@ class FirecrackerMachine(ProcessMachine):
         """Raises GuestDied, EngineFailed."""
         await self._answered("its start", self._api.connect())
         if self._slot.jailed:
-            self._find_inside()
+            await self._answered("its start", self._find_inside())
 
     async def take_up(self) -> None:
         """Go on with one that another process started. Raises GuestDied, EngineFailed."""
@@ -228,7 +228,7 @@ class FirecrackerMachine(ProcessMachine):
             f"Firecracker ended during {step}: {self._reason_of(status).value} ({status})", details=self._last_words()
         )
 
-    def _find_inside(self) -> None:
+    async def _find_inside(self) -> None:
         """Once its API is there, all processes of a jail are."""
         first = next(iter(children_of(self._process.pid)), None)
         inside = children_of(first) if first is not None else []
