@@ -25,7 +25,11 @@ from bench.lab import SIZES as LAB_SIZES
 from bench.lab import measure_lab
 from bench.live import LiveSpec
 from bench.many import CrowdSpec, EnduranceSpec
+from bench.network import PART as NETWORK
+from bench.network import ROUNDS as NETWORK_ROUNDS
+from bench.network import NetworkSpec, run_network
 from bench.report import SECTIONS, TOP, Report, find_section, read_results, render_report, write_results, write_run
+from bench.wires import made_wires, why_no_wires
 from forkd.cli.interrupts import run_async
 from forkd.cli.progress import Shown
 from forkd.cli.report import print_error
@@ -54,6 +58,7 @@ _CHARTS = {
     "daemon": ("--daemon-chart", Path("docs/bench-daemon.svg")),
     "live": ("--live-chart", Path("docs/bench-live.svg")),
     BRANCH: ("--branch-chart", Path("docs/bench-branch.svg")),
+    NETWORK: ("--network-chart", Path("docs/bench-network.svg")),
     "lab": ("--lab-chart", Path("docs/bench-lab.svg")),
 }
 
@@ -145,6 +150,14 @@ def run_here(args: argparse.Namespace, parts: Collection[str], sizes: tuple[int,
                 specs = fork_specs(args)
                 write = partial(write_run, args.out)
                 run_async(run_fork_parts(bench, forks, specs, args.rounds, describe_host(engine), write))
+            unwired = (lack or why_no_wires()) if NETWORK in parts else None
+            if unwired:
+                shown.stage(f"not measured: {NETWORK}: {unwired}")
+            elif NETWORK in parts:
+                with made_wires() as wires:
+                    spec, rounds = NetworkSpec(max(sizes)), min(args.rounds, NETWORK_ROUNDS)
+                    write_network = partial(write_run, args.out, NETWORK)
+                    run_async(run_network(bench, wires, spec, rounds, describe_host(engine), write_network))
             service = default_service(home, directory, shown, engine.name, sizes, min(args.rounds, _SERVICE_ROUNDS))
             for part in (part for part in daemon.PARTS if part in parts):
                 begun = daemon.begin_part(service, part, describe_host(engine))
@@ -153,7 +166,8 @@ def run_here(args: argparse.Namespace, parts: Collection[str], sizes: tuple[int,
                 branching = Branching(home, shown, engine.name, min(args.rounds, BRANCH_ROUNDS))
                 begun = begin_branches(branching, describe_host(engine))
                 run_async(run_branches(branching, begun, partial(write_run, args.out, BRANCH)))
-    return [f"{part}: {lack}" for part in forks if lack and part in (args.only or ())]
+    refused = [(part, lack) for part in forks] + [(NETWORK, unwired)]
+    return [f"{part}: {why}" for part, why in refused if why and part in (args.only or ())]
 
 
 def fork_specs(args: argparse.Namespace) -> ForkSpecs:

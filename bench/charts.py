@@ -1,25 +1,24 @@
-"""The charts of the docs: what each shows is made of a section of results.json, and drawn in one way."""
+"""The charts of the docs: what each shows, made of a section of results.json; drawing.py draws them in one way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from bench.branch import FORK_MS, KINDS, PART, REWIND_MS, USABLE_MS
 from bench.branch import PAUSE_MS as BRANCH_PAUSE_MS
 from bench.chain import KINDS as TEMPLATES
 from bench.daemon import CALL_MS, SPAWN_MS
+from bench.drawing import Bar, Chart, Panel, draw_chart
 from bench.forks import FORK, START, WAYS
 from bench.ground import render_host
 from bench.lab import UNIQUE_SHARE_PERCENT
 from bench.live import ANSWER_MS, JUDGED_MIB, PAUSE_MS
+from bench.network import MOST_TIME, PLAIN, VARIANTS
+from bench.network import PART as NETWORKS
+from bench.packets import BARE, LEAST_SHARE, ROADS, WAY_MS
 from bench.report import TOP, Report, lab_title, render_median, render_value
 
 # Steps of a fork from the outside in: QEMU's in greys, the guest's in colour.
@@ -35,129 +34,17 @@ _STEP_COLOURS = {
     "contract": "#5b9bd5",
     "first eval": "#1f5f9e",
 }
-_BLUE, _ORANGE, _GREY, _LIGHT, _INK = "#1f5f9e", "#d9822b", "#8a94a3", "#b3bac5", "#222222"
+_BLUE, _ORANGE, _GREY, _LIGHT = "#1f5f9e", "#d9822b", "#8a94a3", "#b3bac5"
 _BY_WAY = {"": _BLUE, FORK: _BLUE, START: _GREY}
 _BY_ENGINE = {"firecracker": _ORANGE, "qemu": _BLUE}
 _PAIR_HEIGHT = 0.36
 # A single row, its bars as thick as those of three.
 _ONE_ROW = (1.2, -1.2)
 _ANSWERED = "Until every VM has answered numpy.zeros(5).tolist()"
-_STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.edgecolor": "#888888",
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "svg.hashsalt": "forkd",  # the same report gives the same file
-}
-
-
-@dataclass(frozen=True)
-class Bar:
-    """`parts` are lengths one after the other, each with its colour and its name in the legend.
-
-    Whiskers go from the least to the most; a line goes from the end of the bar to `line_to`. `shift` is from the
-    middle of its row.
-    """
-
-    label: str
-    parts: Sequence[tuple[float, str, str]]
-    text: str
-    whiskers: tuple[float, float] | None = None
-    line_to: float | None = None
-    shift: float = 0.0
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A row for each of `labels`, or for each bar."""
-
-    title: str
-    below: str
-    bars: Sequence[Bar] = ()
-    labels: Sequence[str] = ()
-    margin: float = 0.3
-    height: float = 0.6
-    cap: float = 3
-    limit: float | None = None
-    legend: Mapping[str, Any] | None = None
-    rows: tuple[float, float] | None = None
-    log: bool = False
-
-
-@dataclass(frozen=True)
-class Chart:
-    """`layout` has in each row the names of its panels."""
-
-    height: float
-    layout: Sequence[Sequence[str]]
-    panels: Mapping[str, Panel]
-    caption: str
-    title: str = ""
-    heights: Sequence[float] | None = None
 
 
 def draw(part: str, section: Report, path: Path) -> None:
-    chart = CHARTS[part](section)
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(8.6, chart.height), facecolor="white", layout="constrained")
-        if chart.title:
-            figure.suptitle(chart.title, fontsize=12, fontweight="bold")
-        axes = figure.subplot_mosaic([list(row) for row in chart.layout], height_ratios=chart.heights)
-        for name, panel in chart.panels.items():
-            _draw_panel(axes[name], panel)
-        figure.supxlabel(chart.caption, fontsize=8, color="#555555")
-        figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def _draw_panel(axes: Axes, panel: Panel) -> None:
-    axes.set_title(panel.title, loc="left", fontsize=11)
-    named: set[str] = set()
-    labels = panel.labels or [bar.label for bar in panel.bars]
-    for bar in panel.bars:
-        _draw_bar(axes, panel, bar, labels.index(bar.label) + bar.shift, named)
-    if panel.limit is not None:
-        # Behind the texts, which say the same in numbers.
-        axes.axvline(panel.limit, zorder=0.5, color=_INK, linewidth=1, linestyle=(0, (4, 3)))
-    if panel.log:
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_yticks(range(len(labels)), labels)
-    axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
-    axes.margins(x=panel.margin)
-    if not panel.log:
-        axes.set_xlim(left=0)
-    axes.set_xlabel(panel.below, fontsize=9)
-    if panel.rows:
-        axes.set_ylim(*panel.rows)
-    if panel.legend and named:
-        axes.legend(**{"ncols": len(named), "frameon": False, "fontsize": 9, **panel.legend})
-
-
-def _draw_bar(axes: Axes, panel: Panel, bar: Bar, row: float, named: set[str]) -> None:
-    end = 0.0
-    for length, colour, name in bar.parts:
-        label = name if name and name not in named else None
-        axes.barh(row, length, left=end, color=colour, height=panel.height, label=label)
-        named |= {name} if name else set()
-        end += length
-    text_at = end
-    if bar.whiskers:
-        spread = [[end - bar.whiskers[0]], [bar.whiskers[1] - end]]
-        axes.errorbar(end, row, xerr=spread, fmt="none", ecolor=_INK, elinewidth=1, capsize=panel.cap)
-        text_at = bar.whiskers[1]
-    if bar.line_to is not None:
-        axes.plot([end, bar.line_to], [row, row], color=_INK, linewidth=1)
-        text_at = max(end, bar.line_to)
-    behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-    place: Any = {"xytext": (7, 0), "textcoords": "offset points", "va": "center", "bbox": behind}
-    axes.annotate(bar.text, (text_at, row), **place)
+    draw_chart(CHARTS[part](section), path)
 
 
 def show_engine(report: Report) -> Chart:
@@ -303,6 +190,71 @@ def _show_limits(section: Report, title: str, parts: Sequence[tuple[str, str, fl
     return Panel(title, "bar: p50; line: to p99; dashed: the most it may cost", bars, limit=100)
 
 
+def show_networks(section: Report) -> Chart:
+    """Forks with and without on top; what a child's packets cost below, and what its network does."""
+    ways = {"tap to server": "network.packet.way"}
+    leases = {
+        "made": "network.lease.made",
+        "leased, other rules": "network.lease.other",
+        "leased, same rules": "network.lease.same",
+        "released": "network.lease.released",
+    }
+    dashed = "milliseconds; bar: p50; line: to p99; dashed: the most it may take"
+    first = Panel("First packet of a child, emulation not counted", dashed, rows=_ONE_ROW, limit=WAY_MS)
+    costs = Panel("One network", "milliseconds; bar: p50; line: to p99")
+    panels = {
+        "forks": _show_variants(section),
+        "packets": replace(first, bars=_show_shares(section, ways)),
+        "sending": _show_sending(section),
+        "leases": replace(costs, bars=_show_shares(section, leases)),
+    }
+    layout = [["forks", "forks"], ["packets", "packets"], ["sending", "sending"], ["leases", "leases"]]
+    return Chart(8.4, layout, panels, _render_machine(section), heights=(1.2, 0.7, 1, 1.2))
+
+
+def _show_shares(section: Report, rows: Mapping[str, str]) -> list[Bar]:
+    """p50 and p99 in ms, by label."""
+    bars = []
+    for label, name in rows.items():
+        if shares := _find_shares(section, name):
+            text = f"{render_value(shares[0])} ms (p99 {render_value(shares[1])})"
+            bars.append(Bar(label, [(shares[0], _BLUE, "")], text, line_to=shares[1]))
+    return bars
+
+
+def _show_variants(section: Report) -> Panel:
+    found, n = section["figures"], section["settings"]["n"]
+    bars = []
+    for variant in section["settings"]["variants"]:
+        if (kept := found.get(f"network.fork.{n}.{variant}.kept")) is None:
+            continue
+        text = render_median(kept)
+        if versus := found.get(f"network.versus.{n}.{variant}.kept"):
+            text += f" ({render_value(versus['median'])} times that without)"
+        colour = _GREY if variant == PLAIN else _BLUE
+        bars.append(Bar(VARIANTS[variant], [(kept["median"], colour, "")], text, (kept["min"], kept["max"])))
+    plain = found.get(f"network.fork.{n}.{PLAIN}.kept")
+    below = f"seconds; whiskers: fastest and slowest round; dashed: {MOST_TIME:g} times that without"
+    title = f"Fork of {n} from a template until all have kept the fork contract"
+    return Panel(title, below, bars, margin=0.6, limit=plain and plain["median"] * MOST_TIME)
+
+
+def _show_sending(section: Report) -> Panel:
+    found, bars = section["figures"], []
+    for road, label in ROADS.items():
+        if (rate := found.get(f"network.send.{road}")) is None:
+            continue
+        text = render_median(rate)
+        if share := found.get(f"network.send.ratio.{road}"):
+            text += f" ({render_value(share['median'])} of a bare tap)"
+        bars.append(
+            Bar(label, [(rate["median"], _GREY if road == BARE else _BLUE, "")], text, (rate["min"], rate["max"]))
+        )
+    bare = found.get(f"network.send.{BARE}")
+    below = f"MiB per second, from one VM over TCP; dashed: {LEAST_SHARE:g} of a bare tap"
+    return Panel("Throughput out", below, bars, margin=0.6, limit=bare and bare["median"] * LEAST_SHARE)
+
+
 def show_lab(section: Report) -> Chart:
     """Time above, on a scale where a fork and a boot can both be seen; CPU time and memory of one child below."""
     found, sizes = section["figures"], section["settings"]["n"]
@@ -371,5 +323,6 @@ CHARTS: dict[str, Callable[[Report], Chart]] = {
     "live": show_live,
     "daemon": show_daemon,
     PART: show_branches,
+    NETWORKS: show_networks,
     "lab": show_lab,
 }

@@ -20,6 +20,7 @@ from bench.load import CLIENT_STOPS, CycleSpec, LoadSpec, each_engine, measure_c
 from bench.served import IMAGE, TAG, Rest, Served, StampReader, make_snapshot, served
 from bench.siege import SiegeSpec, measure_siege
 from forkd.client.controller import Controller
+from forkd.engines.base import Opening
 from forkd.errors import ContractBroken, ForkdError
 from forkd.host.files import scratch_directory
 from forkd.host.paths import Home
@@ -217,7 +218,7 @@ def _add(run: Run, number: int, done: Round) -> None:
 
 
 async def _cost_rounds(service: Service, daemon: Served) -> Rounds:
-    engine = open_engine(daemon.engine, outlive=True)
+    engine = open_engine(daemon.engine, Opening(outlive=True))
     image = ImageStore(daemon.home).open(IMAGE)
     with SnapshotStore(daemon.home.snapshots).held(parse_tag(TAG)) as snapshot:
         async with AsyncExitStack() as stack:

@@ -19,10 +19,14 @@ from bench.engine import ENGINE, RATIOS, without_way
 from bench.figures import Family, Run, judge, render_section, summarize
 from bench.forks import FORKS, STEP_ENDS, WAYS
 from bench.lab import ENGINES
+from bench.leasing import LEASES
 from bench.live import LIVE
 from bench.load import CYCLES as DAEMON_CYCLES
 from bench.load import LOAD
 from bench.many import CROWD, CYCLES, LIVES
+from bench.network import FORKED, NETWORK, VARIANTS, VERSUS
+from bench.network import PART as NETWORKS
+from bench.packets import PACKETS, SENDING
 from bench.siege import SIEGE
 from forkd.errors import InvalidInput
 from forkd.host.files import write_atomic
@@ -41,6 +45,7 @@ _STEP = re.compile(
 _BY_WAY = re.compile(r"(?:fork\.\d+\.(?:fork|start)|ratio\.fork\.\d+\.fork_to_start)\..+")
 _BY_AMOUNT = re.compile(r"live\.(?P<mib>\d+)\..+")
 _BY_KIND = re.compile(rf"branch\.(?:{'|'.join(KINDS)})\..+")
+_BY_VARIANT = re.compile(r"network\.fork\..+|network\.versus\.\d+\.\w+\.(?!(?:kept|ready|more)$).+")
 _SPAWN = re.compile(r"daemon\.(?P<engine>\w+)\.spawn\.(?P<n>\d+)\.own\.p50")
 _CALL = re.compile(r"daemon\.(?P<engine>\w+)\.(?P<kind>exec|eval)\.(?P<way>\w+)\.more\.p50")
 
@@ -180,6 +185,13 @@ def render_engines(section: Report) -> Rows:
     )
 
 
+def render_variants(section: Report) -> Rows:
+    """Forks with more and more around them, and the ratio of the last to the first."""
+    columns = {key: VARIANTS[key] for key in section["settings"]["variants"]}
+    names = ("network.fork.{n}.{key}.{rest}", f"network.versus.{{n}}.{NETWORK}.{{rest}}")
+    return _render_beside(section, columns, *names, lambda what, key: what.replace(f" {VARIANTS[key]}:", ":"))
+
+
 def render_amounts(section: Report) -> Rows:
     """One row for each amount of memory that was just written."""
     found = section["figures"]
@@ -314,6 +326,11 @@ SECTIONS = {
         "Branches, chains and packs",
         *(BRANCH, REPEATED, CHAIN, PACKS),
         tables=(render_branches, lambda section: render_figures(section, (_BY_KIND,))),
+    ),
+    NETWORKS: _titled(
+        "Forks with a cell and a network",
+        *(FORKED, VERSUS, PACKETS, SENDING, LEASES),
+        tables=(render_variants, lambda section: render_figures(section, (_BY_VARIANT,))),
     ),
     "crowd": _titled("Many VMs alive at once", CROWD),
     "endurance": _titled("Forks that come and go", CYCLES, LIVES),

@@ -34,8 +34,9 @@ PACKAGES = (
 # Nothing loads one on demand there.
 KERNEL_MODULES = (
     *("kvm_amd", "loop", "tun", "vhost_net", "vhost_vsock", "veth", "bridge", "dummy"),
-    *("nf_tables", "nft_ct", "nft_chain_nat", "nft_nat", "nft_masq", "nft_redir"),
-    *("nft_reject_inet", "nft_limit", "nft_log", "nft_quota", "nft_fib_inet"),
+    *("nf_tables", "nft_ct", "nft_chain_nat", "nft_nat", "nft_masq", "nft_redir", "nft_connlimit", "nft_objref"),
+    *("nft_reject_inet", "nft_reject_ipv4", "nft_limit", "nft_log", "nft_quota", "nft_fib_inet"),
+    *("nfnetlink_log", "nf_conntrack", "nf_conntrack_netlink"),
 )
 # Raise when the same design is to give another machine than before.
 _VERSION = 2

@@ -11,6 +11,7 @@ import pytest
 from support_images import link_snapshot, made_home
 from support_leftovers import left_clean, temporary_directories
 
+from forkd.host.dead_end import find_dead_tap
 from forkd.host.files import locked
 from forkd.host.marked import find_marked
 from forkd.host.paths import Home
@@ -29,6 +30,7 @@ def pytest_configure() -> None:
     # A script's background jobs, and all they start, ignore these two; many tests send interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    find_dead_tap()  # made once for each process, and kept: no test leaves it behind
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -31,6 +31,8 @@ SANDBOX = {
     "lineage": str,
     "depth": int,
     "forked_at_unix": (int, float, NOTHING),
+    "network": dict,
+    "ports": list,
 }
 _SNAPSHOT = {"tag": str, "dir": str, "created_at_unix": int}
 SNAPSHOT = {
@@ -44,6 +46,7 @@ SNAPSHOT = {
     "memory_mib": int,
     "vcpus": int,
     "warm": str,
+    "network": dict,
 }
 # Of a snapshot that is a branch; where it holds all of its memory it has no parent.
 WHOLE_BRANCH = {

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         GuestDied,
         GuestTimeout,
         InvalidInput,
+        NetworkFailed,
         NoCapacity,
         NotFound,
         NotRunning,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from forkd.errors import ForkdError as ControllerError
+    from forkd.model.network import Network
 
 __all__ = [
     "AgentError",
@@ -65,6 +67,8 @@ __all__ = [
     "GuestDied",
     "GuestTimeout",
     "InvalidInput",
+    "Network",
+    "NetworkFailed",
     "NoCapacity",
     "NotFound",
     "NotRunning",
@@ -84,7 +88,8 @@ def __getattr__(name: str) -> object:
     # ControllerError is the name that code written for the forkd SDK on PyPI catches.
     source = "ForkdError" if name == "ControllerError" else name
     errors = importlib.import_module("forkd.errors")
-    home = errors if hasattr(errors, source) else importlib.import_module("forkd.client")
+    elsewhere = "forkd.model.network" if name == "Network" else "forkd.client"
+    home = errors if hasattr(errors, source) else importlib.import_module(elsewhere)
     value: object = getattr(home, source)
     globals()[name] = value
     return value

@@ -3,7 +3,7 @@
 ForkdError
 ├── InvalidInput, NotFound, Unauthorized, Untrusted, Unsupported, Unreachable
 ├── Conflict ── NotRunning, LimitReached
-├── HostLacks, NoCapacity, BuildFailed, SnapshotDamaged, SnapshotIncompatible
+├── HostLacks, NoCapacity, NetworkFailed, BuildFailed, SnapshotDamaged, SnapshotIncompatible
 ├── EngineFailed ── NotForkable
 ├── GuestDied, GuestTimeout, WarmupFailed, ContractBroken
 └── AgentError ── ProtocolError, ChannelClosed, CommandNotStarted, GuestFull
@@ -97,6 +97,10 @@ class HostLacks(ForkdError, code="host_lacks", exit_code=5):
 
 class NoCapacity(ForkdError, code="no_capacity", exit_code=6):
     """Not enough memory, CPU or disk now."""
+
+
+class NetworkFailed(ForkdError, code="network_failed", exit_code=20):
+    """A sandbox's network could not be made, changed or reached. It has no network then, never an open one."""
 
 
 class BuildFailed(ForkdError, code="build_failed", exit_code=7):

@@ -1,6 +1,7 @@
 """The parts of the benchmark about forks of live VMs, small, with real VMs: every figure is read, nothing is left."""
 
 import asyncio
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -25,9 +26,13 @@ from bench.figures import Run, by_name
 from bench.forks import FORK, START
 from bench.live import LiveSpec
 from bench.many import CROWD, CrowdSpec, EnduranceSpec
+from bench.network import VARIANTS, NetworkSpec, run_network
+from bench.packets import PacketSpec
 from bench.report import TOP, render_report, render_run
+from bench.wires import made_wires, why_no_wires
 from forkd.engines.base import Machine
 from forkd.errors import NotForkable
+from forkd.host import netlink
 from forkd.host.marked import find_marked
 from forkd.image import Image
 from forkd.image.spec import Silent
@@ -159,3 +164,35 @@ def test_children_that_are_started_instead_of_forked_are_findings(
     assert runs["crowd"].rounds[0].failures == ("crowd: 3 VMs were started, and not forked from the template",)
     assert _names(runs["crowd"])["crowd.3.ok"] == 0
     assert "and not forked from the template" in runs["endurance"].rounds[0].failures[0]
+
+
+def test_forks_with_a_network_are_measured_in_a_network_made_for_them(bench: Bench) -> None:
+    if lack := why_no_wires():
+        pytest.skip(f"no networks here: {lack}")
+    before = os.stat("/proc/self/ns/net").st_ino
+    with netlink.Netlink() as links:
+        links_before = {link.name for link in links.links()}
+    spec = NetworkSpec(n=3, passes=2, leases=2, packet=PacketSpec(packets=2, transfers=1, mib=1))
+    runs: list[Run] = []
+    with made_wires() as wires:
+        assert os.stat("/proc/self/ns/net").st_ino != before
+        asyncio.run(run_network(bench, wires, spec, 1, HOST, runs.append))
+    assert os.stat("/proc/self/ns/net").st_ino == before
+    with netlink.Netlink() as links:
+        assert {link.name for link in links.links()} == links_before
+    (done,) = runs[0].rounds
+    assert done.failures == ()
+    readings = by_name(done.readings)
+    for variant in VARIANTS:
+        assert readings[f"network.fork.3.{variant}.ok"] == 3
+        for name in ("kept", "ready", "child.p99", "step.contract.p50", "cpu", "host_cpu", "unique.mean", "kill"):
+            assert readings[f"network.fork.3.{variant}.{name}"] > 0, name
+    assert readings["network.fork.3.network.hub_cpu"] > 0
+    for name in ("kept", "ready", "cpu", "step.clone.p50"):
+        assert readings[f"network.versus.3.network.{name}"] > 0
+    assert readings["network.packet.ok"] == 2
+    assert 0 < readings["network.packet.way.p50"] < readings["network.packet.arrival.p50"]
+    for name in ("bare", "slot", "gate", "ratio.slot", "ratio.gate"):
+        assert readings[f"network.send.{name}"] > 0, name
+    assert readings.keys() >= {f"network.lease.{name}" for name in ("first", "made.p50", "same.p99", "released.p50")}
+    assert "| fork of 3: all contracts kept |" in render_report({"network": render_run("network", runs[0])})

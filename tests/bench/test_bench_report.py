@@ -19,10 +19,13 @@ from bench.forks import FORK, FORKS, START, forked, stepped
 from bench.ground import parse_cpu_model, render_host
 from bench.inventory import Inventory, find_leaks
 from bench.lab import ENGINES, compose_round, render_lab
+from bench.leasing import LEASES
 from bench.live import LIVE, LiveTimes, after_writing, read_chain, read_forks, render_write, sum_of
 from bench.load import CYCLES as DAEMON_CYCLES
 from bench.load import LOAD, parse_head
 from bench.many import CROWD, CYCLES, LIVES, drift
+from bench.network import CELL, NETWORK, PLAIN, Sample, compare_samples, read_samples
+from bench.packets import BARE, GATE, PACKETS, SLOT, Sent, read_sending
 from bench.report import (
     SECTIONS,
     TOP,
@@ -52,6 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "memory_mib": 512,
         "chain": {"depth": 10, "spawns": 2},
     },
+    "network": {"n": 100, "variants": [PLAIN, CELL, NETWORK], "packets": 3, "memory_mib": 512},
     "crowd": {"n": 1000},
     "endurance": {"cycles": 20, "live": 3},
     "lab": {"engines": list(ENGINES), "n": [1, 30], "memory_mib": 512},
@@ -114,6 +118,23 @@ def branch_round(factor: float = 1.0, lost: int = 0) -> Round:
     return Round(readings)
 
 
+def forked_once(kept: float, unique: float, contract: float) -> Sample:
+    values = {"kept": kept, "ready": kept + 1, "unique.mean": unique, "cpu": contract, "ok": 100}
+    return Sample(values, [contract], {"contract": [contract]})
+
+
+def network_round(factor: float = 1.0, more: float = 0.5, sent: float = 0.9, arrived: int = 3) -> Round:
+    samples = {
+        **{kind: [forked_once(kept, 3.5, 10.0) for kept in (2.0, 4.0, 3.0)] for kind in (PLAIN, CELL)},
+        NETWORK: [forked_once(kept, 3.5 + more, 12.0) for kept in (2.2 * factor, 4.8 * factor, 3.3 * factor)],
+    }
+    readings = compare_samples(samples, 100)
+    readings |= PACKETS.read({"frame": [20.0], "way": [0.1, 0.4], "arrival": [20.1], "ok": arrived})
+    rates = {BARE: [10.0, 20.0], SLOT: [10 * sent, 20 * sent], GATE: [5.0]}
+    readings |= read_sending({road: [Sent(rate, 40.0) for rate in each] for road, each in rates.items()})
+    return Round({**readings, **LEASES.read({"made": [9.0], "same": [1.0], "other": [3.0], "released": [1.0]})})
+
+
 def crowd_round(factor: float = 1.0, lost: int = 0) -> Round:
     slower = {"made": 20, "idle": 0.06, "killed": 10, "all_memory": 6000}
     values = {"ok": 1000 - lost, "distinct": 1000, **{name: value * factor for name, value in slower.items()}}
@@ -166,6 +187,7 @@ GOOD = {
     TOP: engine_round(),
     "live": live_round(),
     "branch": branch_round(),
+    "network": network_round(),
     "crowd": crowd_round(),
     "endurance": endurance_round(),
     "daemon": costs_round(),
@@ -282,6 +304,7 @@ def test_a_summary_has_the_median_and_every_round_that_has_the_figure() -> None:
                 *["<= 0.125"] * 2,
             ],
         ),
+        ("network", [*["= 100"] * 3, "<= 1.3", "<= 1.3", "<= 1.5", "<= 5", "<= 5", "= 3", ">= 0.6"]),
         ("crowd", ["<= 25", "= 1000", "= 1000", "< 0.1", "<= 15"]),
         ("endurance", ["= 0", "<= 1", "= 0", "= 0", "= 0"]),
         ("daemon", ["<= 5", "<= 40", *["<= 2"] * 4]),
@@ -338,6 +361,14 @@ def test_without_templates_the_targets_about_them_are_not_measured() -> None:
         ("live", live_round(1.2), ["live fork, 64 MiB just written: pause of the source, p50"]),
         ("branch", branch_round(1.5), [f"branch of {who}, 64 MiB written: pause, p50" for who in KINDS.values()]),
         ("branch", branch_round(lost=1), [f"branches of {who}: all right in every round" for who in KINDS.values()]),
+        (
+            "network",
+            network_round(1.25),
+            ["fork of 100 in a cell, with a network / without: all contracts kept"],
+        ),
+        ("network", network_round(more=1.6), ["unique memory per child in a cell, with a network, more than without"]),
+        ("network", network_round(sent=0.5), ["throughput out through its network and the uplink / on a bare tap"]),
+        ("network", network_round(arrived=2), ["all first packets arrive in every round"]),
         ("crowd", crowd_round(1.4), ["1000 VMs made"]),
         ("crowd", crowd_round(1.7), ["1000 VMs made", "1000 VMs: idle CPU each", "1000 VMs killed and cleaned up"]),
         ("crowd", crowd_round(lost=1), ["1000 of 1000 VMs right in every round"]),
@@ -380,6 +411,28 @@ def test_a_single_child_missing_in_a_single_round_misses_the_target(
 ) -> None:
     (target,) = [each for each in targets_of(part, GOOD[part], GOOD[part], done) if each["reached"] is False]
     assert (target["name"], target["value"], target["worst"]) == (name, value, worst)
+
+
+def test_of_forks_in_turns_the_ratio_is_the_median_of_those_within_a_turn() -> None:
+    samples = {PLAIN: [forked_once(1.0, 3.0, 5.0), forked_once(10.0, 3.0, 5.0)]}
+    samples[NETWORK] = [forked_once(1.1, 3.0, 5.0), forked_once(13.0, 3.0, 5.0)]
+    readings = by_name(compare_samples(samples, 10))
+    assert readings["network.versus.10.network.kept"] == pytest.approx(1.2)
+    assert readings["network.fork.10.network.kept"] == pytest.approx(7.05)
+    samples[NETWORK].pop()
+    assert not [name for name in by_name(compare_samples(samples, 10)) if "versus" in name], "a turn is missing"
+    assert by_name(read_samples({PLAIN: []}, 10)) == {}
+
+
+def test_what_was_not_sent_has_no_rate_and_a_turn_that_ended_early_counts_as_far_as_it_came() -> None:
+    sent = {BARE: [Sent(10.0, 1.0), Sent(20.0, 3.0)], SLOT: [Sent(8.0, 5.0)], GATE: []}
+    assert by_name(read_sending(sent)) == {
+        "network.send.bare": 15.0,
+        "network.send.cpu.bare": 2.0,
+        "network.send.slot": 8.0,
+        "network.send.cpu.slot": 5.0,
+        "network.send.ratio.slot": 0.8,
+    }
 
 
 def test_a_crowd_of_another_size_is_not_judged() -> None:
@@ -459,6 +512,20 @@ def test_no_fork_figure_counts_processes_started_ahead() -> None:
                 "| pack without image: of the memory size | 0.117 | 0.117 to 0.117 |",
             ],
             "branch.",
+        ),
+        (
+            "network",
+            (network_round(),),
+            "### Forks with a cell and a network\n\n| median (fastest to slowest round) | without | in a cell |",
+            [
+                "| fork of 100: all contracts kept | 3 s (3 to 3) | 3 s (3 to 3) | 3.30 s (3.30 to 3.30) | 1.10 |",
+                "| fork of 100: contract, p50 | 10 ms (10 to 10) | 10 ms (10 to 10) | 12 ms (12 to 12) | 1.20 |",
+                " with a network: unique memory per child, more than without, mean | 0.500 MiB | 0.500 to 0.500 |",
+                "| first packet of a child: from its tap to a server behind the uplink, p99 | 0.400 ms |",
+                "| throughput out through the gate for TLS / on a bare tap | 0.500 | 0.500 to 0.500 |",
+                "| network: made and leased, the pool being empty, p50 | 9 ms | 9 to 9 |",
+            ],
+            "network.",
         ),
         (
             "crowd",

@@ -18,7 +18,7 @@ from bench.figures import Run, by_name
 from bench.forks import FORK, START, Children, Probe, resident_bytes
 from bench.lab import ENGINES, read_section, render_command, tag_of, write_section
 from bench.report import TOP, render_run, write_run
-from forkd.engines.base import BootSpec, Frozen, Machine
+from forkd.engines.base import BootSpec, Frozen, Machine, Nic
 from forkd.engines.fake import FakeEngine
 from forkd.errors import EngineFailed, InvalidInput
 from forkd.image import Image
@@ -42,17 +42,19 @@ class Watched(FakeEngine):
         self.forks = 0
         self._boots, self._most = boots, most
 
-    async def boot(self, spec: BootSpec, directory: Path, memory_in: Path) -> Machine:
+    async def boot(self, spec: BootSpec, directory: Path, memory_in: Path, nic: Nic | None = None) -> Machine:
         self.turns.append(f"{self.name} {directory.name}")
         if not self._boots:
             raise EngineFailed("Cannot boot")
-        return await super().boot(spec, directory, memory_in)
+        return await super().boot(spec, directory, memory_in, nic)
 
-    async def fork(self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
+    async def fork(
+        self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS, nic: Nic | None = None
+    ) -> Machine:
         self.forks += 1
         if self.forks > self._most:
             raise EngineFailed("No more machines")
-        return await super().fork(frozen, directory, limits)
+        return await super().fork(frozen, directory, limits, nic)
 
 
 @pytest.fixture(autouse=True)

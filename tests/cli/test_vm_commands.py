@@ -13,9 +13,10 @@ import pytest
 from cli_cases import Cli, Done, Running, ended
 from support_images import made_home
 from support_mounts import as_root, small_disk
-from support_processes import find_processes, wait_until
+from support_processes import wait_until
 
 from forkd.errors import Unsupported
+from forkd.host.marked import find_marked
 from forkd.host.paths import Home
 from forkd.image import Image
 
@@ -49,8 +50,8 @@ def usable(cli: Cli) -> list[str]:
 
 def machines(cli: Cli) -> list[int]:
     """The VMs whose files are in this runtime directory, templates aside."""
-    of_vms = {*find_processes(command=str(cli.runtime))} & {*find_processes(command="qemu-system")}
-    return sorted(of_vms - {*find_processes(command="\0forkd-template-")})
+    found = find_marked(cli.runtime)
+    return sorted(leader.pid for directory, leader in found.items() if not directory.name.startswith("template-"))
 
 
 def wait_for_machine(cli: Cli, process: Running) -> int:

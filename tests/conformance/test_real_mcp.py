@@ -29,7 +29,8 @@ def test_sandboxes_are_spawned_found_and_killed(mcp_driver: Driver) -> None:
     assert [info["memory_limit_mib"] for info in spawned] == [enforced(2048)] * 2
     assert mcp_driver.make(tool="list_sandboxes") == spawned
     for info in spawned:
-        assert mcp_driver.make(tool="get_sandbox", kwargs={"sandbox_id": info["id"]}) == info
+        shown = mcp_driver.make(tool="get_sandbox", kwargs={"sandbox_id": info["id"]})
+        assert shown == info
         killed = mcp_driver.make(tool="kill_sandbox", kwargs={"sandbox_id": info["id"]})
         assert killed == {"id": info["id"], "killed": True}
         fails(mcp_driver, 404, "kill_sandbox", sandbox_id=info["id"])

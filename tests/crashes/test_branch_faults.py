@@ -104,8 +104,8 @@ WITH_VMS: list[Case] = [
     (Suspending, "delete.renamed", True),
 ]
 UNPACKING = ["unpack.staged", "unpack.image", "unpack.published", "unpack.published@2", "unpack.published@3"]
-# Of these others: test_fault_points.py.
-OTHERS = "spawn.", "snapshot.", "template.", "fork.", "delete."
+# Of these others: test_fault_points.py, test_network_faults.py, and of the hub test_network_crashes.py.
+OTHERS = "spawn.", "snapshot.", "template.", "fork.", "delete.", "network.", "port.", "hub."
 
 
 def _named(case: Case) -> str:

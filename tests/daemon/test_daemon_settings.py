@@ -40,6 +40,12 @@ def test_defaults_are_loopback_and_the_socket_of_the_runtime_directory() -> None
         max_lineage_memory_mib=0,
         max_token_sandboxes=0,
         max_token_memory_mib=0,
+        network="on",
+        network_uplink="auto",
+        network_pool=16,
+        network_resolvers=None,
+        cell="required",
+        vm_ids=None,
     )
 
 
@@ -78,6 +84,12 @@ def test_every_setting_can_be_given_in_all_three_ways() -> None:
         "max_lineage_memory_mib": "6",
         "max_token_sandboxes": "7",
         "max_token_memory_mib": "8",
+        "network": "off",
+        "network_uplink": "pasta",
+        "network_pool": "9",
+        "network_resolvers": "192.0.2.1,192.0.2.2",
+        "cell": "best-effort",
+        "vm_ids": "1000000:65536",
     }
     assert set(values) == {option.key for option in OPTIONS}
     by_flag = merge(flags=values)

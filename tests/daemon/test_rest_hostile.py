@@ -212,13 +212,15 @@ def test_unknown_ids_are_404_on_every_route_of_a_sandbox(client: Client) -> None
         "mkdir": {"path": "/a"},
         "rename": {"name": "a", "path": "/a", "to": "/b"},  # of the sandbox, and of a file
         "promote": {"child": "sb-9876543210"},
+        "network": {"network": "none"},
+        "ports": {"port": 80},
     }
     asked = 0
     for path, operations in document["paths"].items():
         if "/sandboxes/{id}" not in path:
             continue
         for method, operation in operations.items():
-            where = path.replace("{id}", "sb-0123456789").replace("{pid}", "1") + "?path=/a"
+            where = path.replace("{id}", "sb-0123456789").replace("{pid}", "1").replace("{port}", "80") + "?path=/a"
             raw = "application/json" not in operation.get("requestBody", {}).get("content", {"application/json": 1})
             body = None if raw else examples.get(path.rpartition("/")[2], {})
             answer = client.ask(method.upper(), where, body, data=b"x" if raw else None)

@@ -226,8 +226,8 @@ def test_systemd_finds_no_fault_in_the_unit(tmp_path: Path) -> None:
 
 @_needs_analyze
 def test_systemd_calls_the_unit_hardly_exposed(tmp_path: Path) -> None:
-    # At most 2 of 10; versions of systemd differ in what they count.
-    done = analyze(tmp_path, "security", "--offline=true", "--no-pager", "--threshold=20")
+    # At most 3 of 10, as it may make namespaces and mounts in them; versions of systemd differ in what they count.
+    done = analyze(tmp_path, "security", "--offline=true", "--no-pager", "--threshold=30")
     assert done.returncode == 0, done.stdout[-200:]
 
 
@@ -235,13 +235,13 @@ def test_systemd_calls_the_unit_hardly_exposed(tmp_path: Path) -> None:
 def test_the_unit_refuses_system_calls_that_nobody_needs() -> None:
     allowed = allowed_calls(parse_unit(UNIT.read_text()), read_sets())
     assert allowed >= {"seccomp", "capset", "pidfd_open", "execve", "ptrace", "pidfd_getfd", "kcmp"}
-    assert not allowed & {"mount", "setuid", "chown", "perf_event_open", "bpf", "init_module", "keyctl", "reboot"}
+    assert not allowed & {"setuid", "chown", "perf_event_open", "bpf", "init_module", "keyctl", "reboot"}
 
 
 @_needs_filter
 def test_the_filter_of_the_unit_is_on_in_the_test() -> None:
     done = subprocess.run(
-        [sys.executable, FILTER, UNIT, "--", "unshare", "--user", "true"],
+        [sys.executable, FILTER, UNIT, "--", "unshare", "--user", "--pid", "true"],
         capture_output=True,
         text=True,
         timeout=_TRY_S,

@@ -10,7 +10,8 @@ import pytest
 from engine_cases import Case, forking_live
 from support_freeze import NO_IMAGE, freeze
 
-from forkd.engines.base import BootSpec, Engine
+from forkd.engines.base import BootSpec, Engine, Opening
+from forkd.engines.firecracker.engine import FirecrackerEngine
 from forkd.engines.qemu.args import find_binary
 from forkd.engines.qemu.engine import QemuEngine
 from forkd.engines.table import ENGINES, get_entry
@@ -35,7 +36,7 @@ def frozen_by(
     @functools.cache
     def make(name: str) -> Case:
         entry = get_entry(name)
-        engine = entry.open("kvm" if probe_kvm().usable else "tcg", False)
+        engine = entry.open("kvm" if probe_kvm().usable else "tcg", Opening())
         if entry.runs_vms:
             return _frozen_vm(engine, request.getfixturevalue("python_image"), shared / name)
         return Case(engine, asyncio.run(freeze(engine, NO_IMAGE, tmp_path_factory.mktemp(name), PAST)))
@@ -71,6 +72,17 @@ def frozen_tcg(request: pytest.FixtureRequest, shared: Path) -> Case:
 @pytest.fixture(scope="session")
 def frozen_tcg_4(python_image: Image, shared: Path) -> Case:
     return _frozen_vm(QemuEngine("tcg"), python_image, shared / "tcg-4", vcpus=4)
+
+
+@pytest.fixture(scope="session")
+def frozen_firecracker_4(python_image: Image, shared: Path) -> Case:
+    return _frozen_vm(FirecrackerEngine(live_forks=True), python_image, shared / "firecracker-4", vcpus=4)
+
+
+@pytest.fixture(scope="session")
+def forkable_firecracker(frozen_firecracker: Case) -> Case:
+    """The same, of an engine that forks live VMs."""
+    return Case(FirecrackerEngine(live_forks=True), frozen_firecracker.frozen)
 
 
 @pytest.fixture(scope="session")

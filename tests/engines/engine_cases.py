@@ -35,6 +35,8 @@ import asyncio, pickle, sys
 from pathlib import Path
 sys.path.append(sys.argv[2])
 from engine_cases import fork_live
+from forkd.engines.base import Opening
+from forkd.engines.firecracker.engine import FirecrackerEngine
 from forkd.engines.qemu.engine import QemuEngine
 from forkd.engines.table import get_entry
 from forkd.model.names import new_identity
@@ -45,7 +47,7 @@ async def main():
 asyncio.run(main())
 """
 _FORK_AND_WAIT = """
-engine = get_entry({name!r}).open({accelerator!r}, {outlive})
+engine = get_entry({name!r}).open({accelerator!r}, Opening(outlive={outlive}))
 if {boot}:
     (run / "memory").mkdir()
     await (await engine.boot(frozen.boot, run / "parent", run / "memory")).running()
@@ -174,23 +176,23 @@ async def greet(machine: Machine, identity: Identity, *, settled: bool = False) 
         raise
 
 
-async def greet_again(machine: Machine, identity: Identity, *, settled: bool = False) -> Child:
+async def greet_again(machine: Machine, identity: Identity, *, settled: bool = False, network: bool = False) -> Child:
     """The same of one that was started, and may lose its first stream: see `forkd.runtime.fork`."""
     try:
         for _ in range(4):
             try:
-                return await _greet(machine, identity, settled=settled)
+                return await _greet(machine, identity, settled=settled, network=network)
             except ChannelClosed:
                 await asyncio.wait([machine.death], timeout=0.5)
                 if machine.death.done():
                     raise
-        return await _greet(machine, identity, settled=settled)
+        return await _greet(machine, identity, settled=settled, network=network)
     except BaseException:
         await machine.kill()
         raise
 
 
-async def _greet(machine: Machine, identity: Identity, *, settled: bool) -> Child:
+async def _greet(machine: Machine, identity: Identity, *, settled: bool, network: bool = False) -> Child:
     """One that is not `settled` goes on in the stream of its source, perhaps in the middle of a frame.
 
     The rest of that will never come: zeros complete it.
@@ -199,7 +201,7 @@ async def _greet(machine: Machine, identity: Identity, *, settled: bool) -> Chil
     try:
         if not settled:
             agent.channel.send(padding())
-        proof = await become(agent, identity)
+        proof = await become(agent, identity, network)
         await machine.running()
         return Child(identity, machine, agent, proof)
     except BaseException:

@@ -44,7 +44,7 @@ async def test_a_vm_process_sees_nothing_of_our_environment(
         names = {entry.partition("=")[0] for entry in (*environ, *_environ(child.machine.pid)) if entry}
     # Slashes behind it are room for the marks of forks.
     assert f"FORKD_VM={run_directory}/sb-1" in [entry.rstrip("/") for entry in environ]
-    assert names <= {"FORKD_VM", "PATH", "HOME", "LANG", "TMPDIR", "PWD", "SHLVL", "_", "OLDPWD"}
+    assert names <= {"FORKD_VM", "PATH", "HOME", "LANG", "TMPDIR", "MALLOC_ARENA_MAX", "PWD", "SHLVL", "_", "OLDPWD"}
 
 
 async def test_a_vm_whose_owner_was_killed_is_adopted_and_goes_on(case: Case, run_directory: Path) -> None:

@@ -218,19 +218,21 @@ async def test_the_source_of_a_live_fork_goes_on_in_the_stream_it_had(live: Case
 
 async def test_what_the_source_has_running_runs_on_in_both(live: Case, run_directory: Path) -> None:
     async with started(live, run_directory) as source:
-        command = await source.agent.start("while :; do sleep 0.05; echo -n x >> /tmp/marks; done", stdin=False)
+        loop = "while :; do sleep 0.05; echo -n x >> /tmp/marks; done"
+        await source.agent.eval(f"loop = __import__('subprocess').Popen({loop!r}, shell=True, start_new_session=True)")
         slow = asyncio.create_task(source.agent.eval("__import__('time').sleep(1)\nwoken = past + 1"))
         await asyncio.sleep(0.2)
         async with live_forks(live.engine, source.machine, run_directory, 1) as (fork,):
             await slow
-            assert await values_of((source, fork), "woken") == [42, 42]
+            # What is asked in a stream ends with that.
+            both = (source, fork) if live.engine.streams_go_on else (source,)
+            assert await values_of(both, "woken") == [42] * len(both)
             for each in (source, fork):
                 before = (await each.agent.stat("/tmp/marks")).size
                 while (await each.agent.stat("/tmp/marks")).size < before + 3:
                     await asyncio.sleep(0.05)
-            await fork.agent.run(f"kill {command.pid}")
-            command.kill()
-            await command.wait()
+            for each in (source, fork):
+                await each.agent.eval("loop.kill(); loop.wait()")
 
 
 async def test_a_live_fork_has_a_process_a_directory_sockets_and_a_console_of_its_own(
@@ -304,10 +306,13 @@ async def test_a_live_fork_that_is_to_wait_does_nothing_until_it_is_resumed(live
             await machine.running()
             assert machine.paused and not source.machine.paused
             begun = await value_of(source, uptime)
-            agent = Agent.attach(await machine.connect())
-            with pytest.raises(GuestTimeout):
-                await agent.hello(deadline_s=0.7)
-            agent.close()
+            if live.engine.streams_go_on:
+                agent = Agent.attach(await machine.connect())
+                with pytest.raises(GuestTimeout):
+                    await agent.hello(deadline_s=0.7)
+                agent.close()
+            else:
+                await asyncio.sleep(0.7)
             waited = await value_of(source, uptime) - begun
             await machine.resume()
             assert not machine.paused

@@ -27,6 +27,7 @@ from forkd.errors import EngineFailed, InvalidInput, SnapshotIncompatible
 from forkd.host.firecracker import Binaries
 from forkd.host.system import parse_cpu, read_cpuinfo
 from forkd.model.machine import CPU_TEMPLATES, MachineSpec
+from forkd.model.network import GUEST_MAC
 
 
 def boot(machine: MachineSpec) -> dict[str, Call]:
@@ -73,8 +74,8 @@ def test_the_kernel_is_told_what_qemus_is_and_where_the_agent_listens() -> None:
     assert {"console=ttyS0", "panic=-1", "reboot=k", "pci=off", "8250.nr_uarts=1", "i8042.dumbkbd"} <= set(words)
     assert "clocksource=tsc" in words
     spec = BootSpec(MachineSpec(), Path("/k"), Path("/i"), Path("/r"))
-    slot = Slot("sb-1", Path("/c"), 7, 8)
-    args = render_args("qemu", "kvm", spec, slot, Ram(Path("/m"), shared=True), incoming=False)
+    slot = Slot("sb-1", 5, 6, 7, 8)
+    args = render_args("qemu", "kvm", spec, slot, Ram(Path("/m"), shared=True), incoming=False, forkable=False)
     assert set(args[args.index("-append") + 1].split()) < set(words)
 
 
@@ -114,7 +115,7 @@ def test_a_network_interface_is_there_when_asked_for_and_each_child_has_its_own(
     spec = BootSpec(MachineSpec(), Path("/k"), Path("/i"), Path("/r"))
     calls = render_boot(spec, kernel="kernel", initrd="initrd", root="root.erofs", tap="tap-parent")
     (nic,) = [call for call in calls if call.path.startswith("/network-interfaces/")]
-    assert nic.body is not None and nic.body["host_dev_name"] == "tap-parent"
+    assert nic.body == {"iface_id": "eth0", "guest_mac": GUEST_MAC, "host_dev_name": "tap-parent"}
     assert calls[-1].path == "/actions"
     overrides = (render_load("state", "memory", "tap-child").body or {})["network_overrides"]
     assert overrides == [{"iface_id": nic.body["iface_id"], "host_dev_name": "tap-child"}]
@@ -143,8 +144,10 @@ def test_version_cpu_and_kernel_are_recorded() -> None:
         "cpu": parse_cpu(CPUINFO),
         "network": "tap",
         "kernel": "6.1.0-54-amd64",
+        "nic": "virtio-net",
     } == HERE
-    assert all(render_platform(Binaries(Path("/f"), "1", None), read_cpuinfo(), "6", network=False).values())
+    without = render_platform(Binaries(Path("/f"), "1", None), read_cpuinfo(), "6", network=False)
+    assert all(without.values()) and without["network"] == "none" and "nic" not in without
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Forks of VMs in the middle of work: each one is of a single instant, and the source never notices.
 
-FORKD_TEST_LIVE_FORKS: how many of each kind.
+FORKD_TEST_LIVE_FORKS: how many of each kind; in the lab, where all takes longer, a quarter of that if it is not set.
 """
 
 import asyncio
@@ -19,11 +19,24 @@ from forkd.runtime.child import Child
 pytestmark = [pytest.mark.vm, pytest.mark.usefixtures("nothing_left")]
 
 FORKS = int(os.environ.get("FORKD_TEST_LIVE_FORKS", "12"))
+_FORKS_IN_LAB = int(os.environ.get("FORKD_TEST_LIVE_FORKS", "3"))
 _STREAM_CHUNK = bytes(range(256)) * 1024
 
 
-@pytest.fixture(params=["frozen_tcg", "frozen_tcg_4"], ids=["1 vcpu", "4 vcpus"])
+_QEMU = [pytest.param("frozen_tcg", id="1 vcpu"), pytest.param("frozen_tcg_4", id="4 vcpus")]
+_FIRECRACKER = [
+    pytest.param("forkable_firecracker", marks=pytest.mark.lab, id="firecracker, 1 vcpu"),
+    pytest.param("frozen_firecracker_4", marks=pytest.mark.lab, id="firecracker, 4 vcpus"),
+]
+
+
+@pytest.fixture(params=_QEMU)
 def busy(request: pytest.FixtureRequest) -> Case:
+    return forking_live(request.getfixturevalue(request.param))
+
+
+@pytest.fixture(params=[*_QEMU, *_FIRECRACKER])
+def writing(request: pytest.FixtureRequest) -> Case:
     return forking_live(request.getfixturevalue(request.param))
 
 
@@ -102,9 +115,9 @@ for writer in range(WRITERS):
 """
 
 
-async def test_a_guest_that_writes_all_the_time_is_forked_at_an_instant(busy: Case, run_directory: Path) -> None:
-    async with started(busy, run_directory) as source:
-        code = _WRITERS.format(writers=busy.frozen.boot.machine.vcpus)
+async def test_a_guest_that_writes_all_the_time_is_forked_at_an_instant(writing: Case, run_directory: Path) -> None:
+    async with started(writing, run_directory) as source:
+        code = _WRITERS.format(writers=writing.frozen.boot.machine.vcpus)
         assert (await source.agent.eval(code)).error is None
         assert await value_of(source, "verify()") == [0, 0, 0]
 
@@ -112,7 +125,7 @@ async def test_a_guest_that_writes_all_the_time_is_forked_at_an_instant(busy: Ca
             assert await value_of(fork, "verify()") == [0, 0, 0]
             assert (await fork.agent.run(["true"])).ok
 
-        await _fork_and_look(busy, source, run_directory, look)
+        await _fork_and_look(writing, source, run_directory, look)
         assert await value_of(source, "verify()") == [0, 0, 0]
 
 
@@ -205,7 +218,7 @@ async def test_what_goes_over_the_stream_is_complete_though_the_guest_is_forked(
 
 async def _fork_and_look(case: Case, source: Child, run: Path, look: Callable[[Child], Awaitable[None]]) -> None:
     refused = []
-    for _ in range(FORKS):
+    for _ in range(_FORKS_IN_LAB if case.engine.name == "firecracker" else FORKS):
         try:
             fork = await fork_live(case.engine, source.machine, run)
         except ForkdError as error:

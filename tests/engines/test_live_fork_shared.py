@@ -231,7 +231,7 @@ async def test_a_live_fork_is_in_its_own_group_before_it_runs(
     groups: dict[str, _Group] = {}
 
     @contextlib.contextmanager
-    def grouped(directory: Path, *_: object) -> Iterator[_Group]:
+    def grouped(directory: Path, *_: object, **__: object) -> Iterator[_Group]:
         yield groups.setdefault(directory.name, _Group())
 
     async with started(tcg, run_directory) as source:

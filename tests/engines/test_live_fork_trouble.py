@@ -13,17 +13,33 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from engine_cases import Case, fork_live, greet, killed_owner, live_forks, rehearsed, started, value_of, values_of
+from engine_cases import (
+    Case,
+    fork_live,
+    forking_live,
+    greet,
+    killed_owner,
+    live_forks,
+    rehearsed,
+    started,
+    value_of,
+    values_of,
+)
 
-from forkd.engines.base import ExitReason, Machine
+from forkd.engines.base import Engine, ExitReason, Machine
+from forkd.engines.firecracker.engine import FirecrackerEngine
 from forkd.engines.qemu import engine as qemu_engine
 from forkd.engines.qemu import monitor
 from forkd.engines.qemu.args import Binary
 from forkd.engines.qemu.engine import QemuEngine
 from forkd.errors import EngineFailed, ForkdError, NotForkable, Unsupported
 from forkd.guest.agent import Agent
+from forkd.host.cell_plan import MAX_FILES
+from forkd.host.fork_cell import render_limit
 from forkd.host.marked import find_marked
 from forkd.host.procfork import ptrace
+from forkd.host.procfork.registers import POLLS
+from forkd.host.procfork.source import make_calls
 from forkd.model.names import new_identity
 from forkd.runtime.child import Child
 
@@ -34,16 +50,34 @@ _INSTANTS_MS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20)
 _WAIT_S = 20
 
 
+# In the lab all takes longer.
+_SLOWER = {"qemu": 1, "firecracker": 15}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("frozen_tcg", id="qemu"),
+        pytest.param("forkable_firecracker", marks=pytest.mark.lab, id="firecracker"),
+    ]
+)
+def each(request: pytest.FixtureRequest) -> Case:
+    return forking_live(request.getfixturevalue(request.param))
+
+
+def _instants(each: Case, delays_ms: tuple[int, ...]) -> tuple[int, ...]:
+    return delays_ms if each.engine.name == "qemu" else delays_ms[::4]
+
+
 # The source
 
 
 @pytest.mark.parametrize("settled", [False, True], ids=["a running VM", "a template"])
 async def test_a_source_that_is_killed_while_it_is_forked_leaves_a_whole_fork_or_none(
-    tcg: Case, run_directory: Path, settled: bool
+    each: Case, run_directory: Path, settled: bool
 ) -> None:
     async def kill_and_look(source: Machine, delay_ms: int) -> None:
-        forking = asyncio.create_task(tcg.engine.fork_live(source, run_directory / "fork", settled=settled))
-        await asyncio.sleep(delay_ms / 1000)
+        forking = asyncio.create_task(each.engine.fork_live(source, run_directory / "fork", settled=settled))
+        await asyncio.sleep(delay_ms * _SLOWER[each.engine.name] / 1000)
         os.kill(source.pid, signal.SIGKILL)
         death = await asyncio.wait_for(asyncio.shield(source.death), _WAIT_S)
         assert death.reason is ExitReason.CRASHED and "SIGKILL" in death.status
@@ -58,9 +92,9 @@ async def test_a_source_that_is_killed_while_it_is_forked_leaves_a_whole_fork_or
         finally:
             await fork.kill()
 
-    async with rehearsed(tcg, run_directory) as template:
-        for number, delay_ms in enumerate(_INSTANTS_MS):
-            source = await tcg.engine.fork_live(
+    async with rehearsed(each, run_directory) as template:
+        for number, delay_ms in enumerate(_instants(each, _INSTANTS_MS)):
+            source = await each.engine.fork_live(
                 template, run_directory / f"source-{number}", settled=True, paused=settled
             )
             await source.running()
@@ -72,11 +106,11 @@ async def test_a_source_that_is_killed_while_it_is_forked_leaves_a_whole_fork_or
             assert [path.name for path in run_directory.iterdir()] == ["template"]
 
 
-async def test_a_source_that_has_ended_is_not_forked(tcg: Case, run_directory: Path) -> None:
-    async with started(tcg, run_directory) as source:
+async def test_a_source_that_has_ended_is_not_forked(each: Case, run_directory: Path) -> None:
+    async with started(each, run_directory) as source:
         await source.machine.kill()
         with pytest.raises(NotForkable, match="ended"):
-            await tcg.engine.fork_live(source.machine, run_directory / "fork")
+            await each.engine.fork_live(source.machine, run_directory / "fork")
 
 
 async def test_a_source_that_is_ended_while_it_is_forked_is_gone_when_that_returns(
@@ -106,12 +140,12 @@ async def test_a_guest_that_panics_while_it_is_forked_takes_nobody_else_with_it(
             assert await value_of(fork, "past + 1") == 42
 
 
-async def _panic_and_look(case: Case, source: Child, directory: Path, delay_ms: int) -> None:
+async def _panic_and_look(tcg: Case, source: Child, directory: Path, delay_ms: int) -> None:
     panic = "open('/proc/sysrq-trigger', 'w').write('c')"
     asking = asyncio.create_task(source.agent.eval(panic))
     await asyncio.sleep(delay_ms / 1000)
     try:
-        fork = await case.engine.fork_live(source.machine, directory)
+        fork = await tcg.engine.fork_live(source.machine, directory)
     except EngineFailed:
         fork = None
     death = await asyncio.wait_for(asyncio.shield(source.machine.death), _WAIT_S)
@@ -180,16 +214,18 @@ async def test_a_parent_that_boots_is_not_forked_and_goes_on(tcg: Case, run_dire
 
 @pytest.mark.parametrize("settled", [False, True], ids=["a running VM", "a template"])
 async def test_a_fork_that_nobody_waits_for_any_more_leaves_nothing(
-    tcg: Case, run_directory: Path, settled: bool
+    each: Case, run_directory: Path, settled: bool
 ) -> None:
     chance = random.Random(7)
-    async with rehearsed(tcg, run_directory) as template:
-        source = await fork_live(tcg.engine, template, run_directory, settled=True)
+    async with rehearsed(each, run_directory) as template:
+        source = await fork_live(each.engine, template, run_directory, settled=True)
         machine = template if settled else source.machine
+        # Once: who writes the maps of a fork's forks is started with the first, and stays with its source.
+        await (await each.engine.fork_live(machine, run_directory / "first", settled=settled)).kill()
         there, descriptors = set(run_directory.iterdir()), _list_descriptors()
         for number in range(30):
             forking = asyncio.create_task(
-                tcg.engine.fork_live(machine, run_directory / f"fork-{number}", settled=settled)
+                each.engine.fork_live(machine, run_directory / f"fork-{number}", settled=settled)
             )
             await asyncio.sleep(chance.uniform(0, 0.02))
             forking.cancel()
@@ -202,7 +238,7 @@ async def test_a_fork_that_nobody_waits_for_any_more_leaves_nothing(
             assert find_marked(run_directory).keys() == there
         assert _list_descriptors() <= descriptors
         assert await value_of(source, "past + 1") == 42
-        async with live_forks(tcg.engine, machine, run_directory, 1, settled=settled) as (fork,):
+        async with live_forks(each.engine, machine, run_directory, 1, settled=settled) as (fork,):
             assert await value_of(fork, "past + 1") == 42
         await source.kill()
 
@@ -225,8 +261,12 @@ async def test_a_directory_that_is_there_already_is_left_alone(tcg: Case, run_di
             assert await value_of(fork, "past + 1") == 42
 
 
+_OPEN = {
+    "qemu": 'QemuEngine("tcg", outlive=True)',
+    "firecracker": "FirecrackerEngine(outlive=True, live_forks=True)",
+}
 _FORKER = """
-engine = QemuEngine("tcg", outlive=True)
+engine = {engine}
 source = await fork_one(engine, frozen, new_identity("source"), run)
 await fork_live(engine, source.machine, run, name="first")
 print("forking", flush=True)
@@ -237,20 +277,23 @@ while True:
 
 
 async def test_an_owner_that_is_killed_while_it_forks_leaves_whole_vms_and_no_others(
-    tcg: Case, run_directory: Path
+    each: Case, run_directory: Path
 ) -> None:
-    chance = random.Random(3)
-    for _ in range(6):
-        with killed_owner(_FORKER, run_directory, tcg.frozen, after_s=chance.uniform(0, 0.06)) as said:
+    chance, name = random.Random(3), each.engine.name
+    forker = _FORKER.format(engine=_OPEN[name])
+    for _ in range(6 if name == "qemu" else 2):
+        with killed_owner(forker, run_directory, each.frozen, after_s=chance.uniform(0, 0.06) * _SLOWER[name]) as said:
             assert said == "forking"
             _wait_until_steady(run_directory)
-            await _look_at_what_is_left(run_directory)
+            await _look_at_what_is_left(each, run_directory)
             # All other VMs have the mark of the one fork under way, or are gone.
             assert find_marked(run_directory).keys() <= {run_directory / "fork"}
 
 
-async def _look_at_what_is_left(run: Path) -> None:
-    lasting = QemuEngine("tcg", outlive=True)
+async def _look_at_what_is_left(each: Case, run: Path) -> None:
+    lasting: Engine = QemuEngine("tcg", outlive=True)
+    if each.engine.name == "firecracker":
+        lasting = FirecrackerEngine(outlive=True, live_forks=True)
     left = find_marked(run)
     assert {run / "source", run / "first"} <= left.keys()
     assert left.keys() <= {run / name for name in ("source", "first", "fork")}
@@ -304,14 +347,13 @@ async def test_descriptors_that_run_out_in_the_middle_are_a_typed_error_each_tim
 async def test_a_source_that_may_open_no_more_files_is_not_forked_and_goes_on(tcg: Case, run_directory: Path) -> None:
     async with started(tcg, run_directory) as source:
         pid = source.machine.pid
-        allowed = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         used = max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1
         for room in range(4):
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + room, allowed[1]))
+            make_calls(pid, [render_limit(resource.RLIMIT_NOFILE, used + room, MAX_FILES)], POLLS)
             with pytest.raises(NotForkable):
                 await tcg.engine.fork_live(source.machine, run_directory / "fork")
             assert await value_of(source, "past + 1") == 42
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, allowed)
+        make_calls(pid, [render_limit(resource.RLIMIT_NOFILE, MAX_FILES, MAX_FILES)], POLLS)
         async with live_forks(tcg.engine, source.machine, run_directory, 1) as (fork,):
             assert await value_of(fork, "past + 1") == 42
 
@@ -331,6 +373,7 @@ async def test_where_tracing_is_not_allowed_vms_are_started_as_before_and_qemu_c
     tcg: Case, run_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(qemu_engine, "find_tracing_lack", lambda: "made up")
+    monkeypatch.setattr(tcg.engine, "_cell_required", False)
     async with started(tcg, run_directory) as child:
         assert await value_of(child, "past + 1") == 42
         assert b"spawn=deny" in Path(f"/proc/{child.machine.pid}/cmdline").read_bytes()

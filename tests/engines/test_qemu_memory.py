@@ -9,7 +9,6 @@ from forkd.engines.qemu.memory import (
     Content,
     choose_mapped,
     find_address,
-    parse_memory_path,
     render_mapping,
 )
 from forkd.errors import EngineFailed
@@ -44,16 +43,18 @@ def test_runs_that_go_on_are_one_and_the_first_page_is_always_copied() -> None:
 
 def test_the_file_is_mapped_privately_then_runs_then_descriptors_are_closed() -> None:
     content = Content(
-        Path("/s/memory"), (Run(PAGE, PAGE, PAGES, 5 * PAGE), Run(2 * PAGE, PAGE, None, 0)), fds=((PAGES, 9),)
+        Path("/s/memory"), 8, (Run(PAGE, PAGE, PAGES, 5 * PAGE), Run(2 * PAGE, PAGE, None, 0)), fds=((PAGES, 9),)
     )
     calls = render_mapping(content, 0x10000, 4 * PAGE, 7)
     assert [(call.number, call.args) for call in calls] == [
-        (9, (0x10000, 4 * PAGE, 3, 0x12, 7, 0)),
+        (9, (0x10000, 4 * PAGE, 3, 0x12, 8, 0)),
+        (292, (8, 7, 0x80000)),  # in place of what was there
+        (3, (8,)),
         (9, (0x11000, PAGE, 3, 0x12, 9, 5 * PAGE)),
         (9, (0x12000, PAGE, 3, 0x32, 2**64 - 1, 0)),
         (3, (9,)),
     ]
-    assert [call.returns for call in calls[:3]] == [0x10000, 0x11000, 0x12000]
+    assert [call.returns for call in calls if call.number == 9] == [0x10000, 0x11000, 0x12000]
     with pytest.raises(EngineFailed, match="the VM has 8192 bytes"):
         render_mapping(content, 0x10000, 2 * PAGE, 7)
 
@@ -63,10 +64,3 @@ def test_memory_is_found_by_its_name_and_only_whole() -> None:
     for link, size in (("/s/a b/memory", 0x20000), ("/memory", 0x10000)):
         with pytest.raises(EngineFailed, match="in one piece"):
             find_address(_MAPS, link, size)
-
-
-def test_the_memory_file_is_read_off_the_command_line_where_qemu_takes_it_for_shared() -> None:
-    line = b"qemu\0-object\0memory-backend-file,id=ram,size=9M,mem-path=/s/a,,b/memory,share=%s,merge=off\0"
-    assert parse_memory_path(line % b"on") == Path("/s/a,b/memory")
-    assert parse_memory_path(line % b"off") is None
-    assert parse_memory_path(b"sleep\0001\0") is None

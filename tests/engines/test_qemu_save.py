@@ -250,6 +250,7 @@ async def test_where_tracing_is_not_allowed_no_vm_is_saved_and_no_layer_started(
         frozen = await save(tcg.engine, source.machine, tcg.frozen, tmp_path / "saved")
     with monkeypatch.context() as forbidden:
         forbidden.setattr(qemu_engine, "find_tracing_lack", lambda: "made up")
+        forbidden.setattr(tcg.engine, "_cell_required", False)
         with pytest.raises(Unsupported, match="made up") as refused:
             await tcg.engine.fork(frozen, run_directory / "vm")
         assert refused.value.hint

@@ -107,10 +107,45 @@ async def test_a_guest_that_only_asks_for_the_time_is_not_answered_for_ever() ->
 def test_the_request_carries_the_session_and_everything_the_fork_becomes() -> None:
     request = render_request(IDENTITY, "session", NONCE, 2.5)
     assert unpack_timeout_ms(request) == 2500
-    fields, env = unpack_become(request)
+    fields, env, network = unpack_become(request)
     entropy = IDENTITY.entropy.hex()
     assert fields == ["session", "sb-1", "sb-1", IDENTITY.machine_id, entropy, NONCE]
-    assert env == ["A=1"]
+    assert env == ["A=1"] and not network
+
+
+def test_the_network_is_shown_where_it_was_asked_for() -> None:
+    answer = good_answer()
+    answer["steps"]["network"] = {"ok": True, "up": True, "address": "192.0.0.2", "reset": 3}
+    proof = verify(answer, IDENTITY, NONCE, NOW - 1000, NOW + 1000, network=True)
+    assert proof.network and proof.connections_reset == 3
+    with pytest.raises(ContractBroken, match="step network"):
+        check(answer)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        None,
+        [],
+        {"ok": False, "error": "there is no interface"},
+        {"ok": True, "up": False, "address": None, "reset": 0},
+        {"ok": True, "up": 1, "address": "192.0.0.2", "reset": 0},
+        {"ok": True, "up": True, "address": None, "reset": 0},
+        {"ok": True, "up": True, "address": "192.0.0.2", "reset": "all"},
+        {"ok": True, "up": True, "address": "1" * 100, "reset": 0},
+    ],
+)
+def test_a_fork_that_does_not_show_its_network_breaks_the_contract(step: object) -> None:
+    answer = good_answer()
+    if step is not None:
+        answer["steps"]["network"] = step
+    with pytest.raises(ContractBroken):
+        verify(answer, IDENTITY, NONCE, NOW - 1000, NOW + 1000, network=True)
+
+
+def test_an_agent_that_knows_no_network_is_believed_where_none_was_asked_for() -> None:
+    proof = check(good_answer())
+    assert not proof.network and proof.connections_reset == 0
 
 
 def test_identities_are_fresh_and_do_not_show_their_secrets() -> None:

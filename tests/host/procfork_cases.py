@@ -4,6 +4,7 @@ import ast
 import atexit
 import contextlib
 import ctypes
+import enum
 import functools
 import os
 import resource
@@ -29,12 +30,14 @@ from forkd.host.procfork import ptrace
 from forkd.host.procfork.blueprint import ForkPlan
 from forkd.host.procfork.child import Child, Holder
 from forkd.host.procfork.descriptors import Action, Choice, Descriptor, Ours
+from forkd.host.procfork.program import Call
 from forkd.host.procfork.registers import POLLS
-from forkd.host.procfork.source import make_calls
+from forkd.host.procfork.seed import find
+from forkd.host.procfork.source import Caller, make_calls
 
 NOBODY = 65534
 _REFUSED = 3
-_KCMP, _KCMP_FILE = 312, 0
+_KCMP, _KCMP_FILE, _GETPPID = 312, 0, 110
 _PROGRAMS = Path(__file__).parent / "programs"
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -62,16 +65,32 @@ while True:
 """
 
 
+class Library(enum.Enum):
+    """The C library of a program, and how it is compiled."""
+
+    GLIBC = ("gcc",)
+    # The kernel's headers are not among musl's.
+    MUSL = ("musl-gcc", "-static", "-idirafter", "/usr/include", "-idirafter", "/usr/include/x86_64-linux-gnu")
+
+
 @functools.cache
-def compiled(name: str) -> Path:
+def compiled(name: str, library: Library = Library.GLIBC) -> Path:
     """A program of tests/host/programs, where every user can run it."""
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("needs gcc")
-    program = _program_directory() / name
+    compiler, *more = library.value
+    if shutil.which(compiler) is None:
+        pytest.skip(f"needs {compiler}")
+    program = _program_directory() / library.name.lower() / name
+    program.parent.mkdir(mode=0o755, exist_ok=True)
     options = ("-O2", "-Wall", "-Wextra", "-Werror", "-pthread", "-o", program, _PROGRAMS / f"{name}.c", "-lm")
-    subprocess.run([compiler, *options], check=True)
+    subprocess.run([compiler, *more, *options], check=True)
     return program
+
+
+def find_clear_tid(program: Path) -> int | None:
+    """Where a program with musl has the kernel tell that a thread has ended; with glibc each thread has its own."""
+    symbols = subprocess.run(["nm", program], check=True, capture_output=True, text=True).stdout
+    found = [line.split()[0] for line in symbols.splitlines() if line.endswith(" __thread_list_lock")]
+    return int(found[0], 16) if found else None
 
 
 @functools.cache
@@ -365,5 +384,9 @@ def put_under_filter(pid: int) -> None:
 
 
 def fork_once(pid: int, control: int) -> None:
-    with Holder(pid, PLAN).forked({"control": control}):
+    """By its seed, whatever filter that is under, if there is one."""
+    seed = find(pid)
+    caller = None if seed is None else Caller(seed, suspend_filters=True)
+    plan = PLAN if caller is None else planned(caller=caller, look=lambda source: source.make_all([Call(_GETPPID)] * 3))
+    with Holder(pid, plan).forked({"control": control}):
         pass

@@ -19,8 +19,8 @@ from forkd.host.probe import guarded, judge_kvm, probe_host
 GIB = 1 << 30
 NAMES = [
     "system", "architecture", "python", "qemu", "tcg", "qemu with kvm", "kvm", "firecracker", "jailer", "setpriv",
-    "live forks", "mmdebstrap", "mkfs.erofs", "busybox", "namespaces", "memory", "home", "runtime directory",
-    "open files", "processes", "cgroup v2", "limits", "userfaultfd", "tun", "nft",
+    "live forks", "cells", "mmdebstrap", "mkfs.erofs", "busybox", "namespaces", "memory", "home", "runtime directory",
+    "open files", "processes", "cgroup v2", "limits", "userfaultfd", "network",
 ]  # fmt: skip
 
 
@@ -227,5 +227,4 @@ def test_refused_namespaces_say_what_to_allow(monkeypatch: pytest.MonkeyPatch, t
 
 def test_missing_devices_are_only_worth_a_note(tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
-    assert probe.probe_tun(nothing).status is Status.INFO
     assert probe.probe_userfaultfd(nothing, nothing, nothing).found == "not in this kernel"

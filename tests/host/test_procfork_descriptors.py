@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import select
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from procfork_cases import PLAN, Subject, forked_from, planned, python_started, 
 from support_processes import wait_until
 
 from forkd.host.procfork.child import Holder
-from forkd.host.procfork.descriptors import Action, Close, Descriptor, Keep, Ours, Remake
+from forkd.host.procfork.descriptors import Action, Close, Dead, Descriptor, Keep, Ours, Remake
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -253,6 +254,32 @@ def test_descriptors_are_ours_kept_or_closed_as_the_plan_says(source: Subject) -
             assert source.eval(f"os.read({kept[0]}, 99)") == b"to the source"
             source.ask("pairs[0][0].send(b'within')")
             assert source.eval("pairs[0][1].recv(9)") == b"within"
+
+
+def test_a_dead_socket_takes_the_place_of_each_that_is_to_be_dead(source: Subject) -> None:
+    source.ask(
+        "import socket, select\npairs = [socket.socketpair() for _ in range(4)]\nset = select.epoll()\n"
+        "[set.register(each.fileno()) for pair in pairs for each in pair]\n"
+        "os.set_inheritable(pairs[1][0].fileno(), True)"
+    )
+    numbers = source.eval("[each.fileno() for pair in pairs for each in pair]")
+    before = source.descriptors()
+    with forked_from(source, planned(only(set(numbers), Dead()))) as child:
+        assert child.descriptors() == source.descriptors() == before
+        assert shared_files(source.pid, child.pid) == set()
+        ready = child.eval("set.poll(0)")
+        assert sorted(number for number, _ in ready) == numbers
+        assert all(event & select.EPOLLHUP for _, event in ready)
+        for index in range(4):
+            assert child.eval(f"pairs[{index}][0].recv(9)") == b""
+            assert "BrokenPipe" in child.ask(f"pairs[{index}][1].send(b'x', socket.MSG_NOSIGNAL)")
+        assert child.eval("[os.get_inheritable(each.fileno()) for pair in pairs for each in pair]") == [
+            number == numbers[2] for number in numbers
+        ]
+        source.ask("pairs[3][0].send(b'lives')")
+        assert source.eval("pairs[3][1].recv(9)") == b"lives"
+        with forked_from(child, planned(only(set(numbers), Dead()))) as its_child:
+            assert its_child.eval("pairs[0][0].recv(9)") == b""
 
 
 def test_no_open_file_is_shared_by_source_fork_and_siblings(source: Subject, tmp_path: Path) -> None:

@@ -36,11 +36,15 @@ from procfork_cases import (
 from support_processes import wait_until
 
 from forkd.errors import NotForkable
+from forkd.host import filters, seccomp
 from forkd.host.procfork import child as child_module
 from forkd.host.procfork.blueprint import ForkPlan
 from forkd.host.procfork.child import Child, Holder
 from forkd.host.procfork.descriptors import Keep
 from forkd.host.procfork.program import Call
+from forkd.host.procfork.registers import POLLS
+from forkd.host.procfork.seed import find, plant
+from forkd.host.procfork.source import Caller, Thread
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -132,9 +136,9 @@ def test_one_who_forks_and_can_open_no_more_is_refused_and_the_source_runs_on(so
 
 
 def test_a_call_of_the_set_up_that_fails_is_named(source: Subject) -> None:
-    plan = planned(set_up=[Call(_GETPPID, (), returns=1, what="look for its parent")])
+    plan = planned(set_up=lambda _: [Call(_GETPPID, (), returns=1, what="look for its parent")])
     assert f"look for its parent: returned {os.getpid()}, not 1" in refusal_of(source, plan).message
-    plan = planned(set_up=[Call(3, (999,), what="close what is not open")])
+    plan = planned(set_up=lambda _: [Call(3, (999,), what="close what is not open")])
     assert "close what is not open: Bad file descriptor" in refusal_of(source, plan).message
 
 
@@ -189,14 +193,16 @@ def kill(pid: int) -> None:
                 return
 
 
-def test_a_source_that_is_killed_at_whatever_step_is_refused_or_was_forked() -> None:
+@pytest.mark.parametrize("seeded", [False, True], ids=["", "seed"])
+def test_a_source_that_is_killed_at_whatever_step_is_refused_or_was_forked(seeded: bool) -> None:
     refused = 0
     for step in itertools.count(1):
         before = children()
         with killed_source() as source, contextlib.ExitStack() as stack:
+            plan = planned(caller=Caller(plant(source.pid, POLLS))) if seeded else PLAN
             with counted_calls(step, lambda source=source: kill(source.pid)) as names:
                 try:
-                    child = stack.enter_context(forked_from(source))
+                    child = stack.enter_context(forked_from(source, plan))
                 except NotForkable:
                     refused += 1
                     assert children() == sorted([*before, source.pid]), names[-3:]
@@ -208,10 +214,12 @@ def test_a_source_that_is_killed_at_whatever_step_is_refused_or_was_forked() -> 
     assert 40 < refused < step
 
 
-def test_a_fork_that_is_killed_at_whatever_step_is_refused_and_the_source_runs_on() -> None:
+@pytest.mark.parametrize("seeded", [False, True], ids=["", "seed"])
+def test_a_fork_that_is_killed_at_whatever_step_is_refused_and_the_source_runs_on(seeded: bool) -> None:
     with threads_started(2) as source:
         assert source.ask("main") == "0 999 1"
         before = children()
+        plan = planned(caller=Caller(plant(source.pid, POLLS))) if seeded else PLAN
 
         def kill_fork() -> None:
             for pid in children():
@@ -222,7 +230,7 @@ def test_a_fork_that_is_killed_at_whatever_step_is_refused_and_the_source_runs_o
         for step in itertools.count(1):
             with counted_calls(step, kill_fork) as names:
                 try:
-                    with forked_from(source):
+                    with forked_from(source, plan):
                         pass
                 except NotForkable:
                     refused += 1
@@ -303,13 +311,37 @@ class Scene:
 
 
 @contextlib.contextmanager
-def prepared() -> Iterator[Scene]:
+def prepared(how: str = "plain") -> Iterator[Scene]:
     """A source, and what was seen of it at the end is what was there at first."""
-    with started(compiled("threads"), str(_WORKERS)) as source, elsewhere() as run:
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(started(compiled("threads"), str(_WORKERS)))
+        assert is_sound(source)
+        if how == "filtered":
+            put_under_filter(source.pid)
+        if how == "confined":
+            source = stack.enter_context(forked_from(source, confining(plant(source.pid, POLLS))))
+        run = stack.enter_context(elsewhere())
         assert is_sound(source)
         before = seen(source)
         yield Scene(source, run)
         assert seen(source) == before
+
+
+def confining(seed: int) -> ForkPlan:
+    """Each thread of the fork may only do what it does; its seed no more than all of them, and not fork itself."""
+    workers = seccomp.render_filter(
+        dict.fromkeys((14, 15, 35, 39, 157, 186, 202, 219, 230, 231), seccomp.Verdict.ALLOW)
+    )
+    main = seccomp.render_filter(dict.fromkeys((7, 15, 44, 45, 202, 219, 231), seccomp.Verdict.ALLOW))
+    joined = filters.join_filters([workers, main])
+
+    def settle(thread: Thread) -> list[Call]:
+        return filters.render_install(joined if thread.is_seed else main if thread.tid in mains else workers)
+
+    mains: list[int] = []
+    return planned(
+        look=lambda source: mains.append(source.pid), settle=settle, caller=Caller(seed, suspend_filters=True)
+    )
 
 
 def seen(source: Subject) -> object:
@@ -334,13 +366,11 @@ def assert_untouched(source: Subject) -> None:
     wait_until(lambda: int(source.ask("ticks")) > ticks)
 
 
-@pytest.mark.parametrize("filtered", [False, True], ids=["plain", "filtered"])
-def test_one_who_is_killed_at_whatever_step_of_a_fork_leaves_the_source_alone_and_no_half_made_fork(
-    filtered: bool,
-) -> None:
-    with prepared() as scene:
-        if filtered:
-            put_under_filter(scene.source.pid)
+@pytest.mark.parametrize("how", ["plain", "filtered", "confined"])
+def test_one_who_is_killed_at_whatever_step_of_a_fork_leaves_the_source_alone_and_no_half_made_fork(how: str) -> None:
+    if how == "confined" and os.geteuid() != 0:
+        pytest.skip("needs root")
+    with prepared(how) as scene:
         for step in itertools.count(1):
             die = "(tell(' '.join(names[-3:])), os.kill(os.getpid(), 9))"
             outcome, lives = scene.fork_killed(f"with counted_calls({step}, lambda: {die}) as names")
@@ -360,6 +390,28 @@ def test_one_who_is_killed_at_whatever_moment_of_a_fork_leaves_the_source_alone_
             assert outcome.status in (0, signal.SIGALRM), outcome
             ends.append((outcome.status, lives))
     assert (signal.SIGALRM, False) in ends
+
+
+def test_one_who_is_killed_while_he_plants_a_seed_leaves_the_source_running() -> None:
+    with elsewhere() as run:
+        planted = 0
+        for step in itertools.count(1):
+            with started(compiled("threads"), str(_WORKERS)) as source:
+                assert is_sound(source)
+                outcome = run.run(
+                    "from forkd.host.procfork.seed import plant\n"
+                    f"with counted_calls({step}, lambda: os.kill(os.getpid(), 9)): plant({source.pid}, POLLS)"
+                )
+                assert_untouched(source)
+                wait_until(lambda source=source: len(source.tids()) in (_WORKERS + 2, _WORKERS + 3))
+                with forked_from(source) as child:
+                    assert is_sound(child)
+                planted += find(source.pid) is not None
+            if outcome.status == 0:
+                break
+            assert outcome.status == _KILLED, outcome
+        assert 1 < planted < step
+        assert step > 50
 
 
 def test_one_who_is_killed_while_the_source_makes_calls_for_him_leaves_it_running() -> None:

@@ -109,7 +109,7 @@ def test_a_process_under_the_filter_is_forked_again_and_again_and_its_forks_are_
 
 
 def test_a_fork_puts_itself_under_the_filter_and_the_source_stays_free(source: Subject) -> None:
-    plan = planned(set_up=spawn_filter.render_calls())
+    plan = planned(set_up=lambda _: spawn_filter.render_calls())
     with forked_from(source, plan) as child:
         assert_makes_threads_only(child)
         assert filters(source) == {"0 0 0"}

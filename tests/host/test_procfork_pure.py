@@ -6,6 +6,8 @@ import mmap
 import os
 import stat
 import struct
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from procfork_cases import children, reap_all_but
 
 from forkd.errors import NotForkable
-from forkd.host.procfork.blueprint import SCRATCH_BYTES, ForkPlan, choose_actions, render_blueprint
+from forkd.host.procfork.blueprint import ForkPlan, choose_actions, render_blueprint
 from forkd.host.procfork.descriptors import (
     MAX_SENT,
     Action,
@@ -54,7 +56,7 @@ from forkd.host.procfork.source import Thread
 
 _WRITE, _CLOSE, _GETPID, _FORK, _GETPPID = 1, 3, 39, 57, 110
 _POLL, _NANOSLEEP, _FUTEX, _RESTART, _EPOLL_WAIT, _PPOLL = 7, 35, 202, 219, 232, 271
-_EPOLL_CTL, _DUP3 = 233, 292
+_EPOLL_CTL, _DUP3, _SET_TID_ADDRESS = 233, 292, 218
 _NO_CALL = 2**64 - 1
 _RETURN = b"\xc3"
 _CODE_BYTES = 1 << 16
@@ -518,22 +520,73 @@ def test_actions_are_the_callers_or_those_of_the_kind_and_without_either_it_is_r
 def test_a_blueprint_foretells_the_numbers_that_the_kernel_will_give() -> None:
     descriptors = {0: Descriptor(0, "/x"), 2: Descriptor(2, "/x", alias_of=0), 4: Descriptor(4, "socket:[7]")}
     plan = ForkPlan(lambda each: Ours("x") if each.number == 4 else None)
-    blueprint = render_blueprint(0x10000, (thread(1), thread(2)), descriptors, {}, plan)
+    blueprint = render_blueprint((thread(1), thread(2)), descriptors, {}, plan).placed(0x10000)
     assert blueprint.door_fds == (1, 3)
     assert blueprint.received == (5, 6)
     assert [each.number for each, _ in blueprint.sent] == [0, 4]
     assert blueprint.base == 0x10000
-    assert len(blueprint.render()) <= SCRATCH_BYTES
+    assert len(blueprint.render()) <= blueprint.size
     moves = [(call.args[0], call.args[1]) for call in blueprint.main.calls if call.number == _DUP3]
     assert moves == [(5, 0), (6, 4), (0, 2)]
 
 
-def test_what_is_too_much_for_one_blueprint_is_refused() -> None:
+def test_more_files_than_a_message_takes_are_refused() -> None:
     files = {number: Descriptor(number, "/x") for number in range(MAX_SENT + 1)}
     with pytest.raises(NotForkable, match=f"has {MAX_SENT + 1} files"):
-        render_blueprint(0, (thread(1),), files, {}, ForkPlan())
-    with pytest.raises(NotForkable, match="too many threads"):
-        render_blueprint(0, tuple(thread(tid) for tid in range(SCRATCH_BYTES // 1024)), {}, {}, ForkPlan()).render()
-    plan = ForkPlan(set_up=[Call(_GETPID, (), bytes(64))] * (SCRATCH_BYTES // 64))
-    with pytest.raises(NotForkable, match="too many"):
-        render_blueprint(0, (thread(1),), {}, {}, plan).render()
+        render_blueprint((thread(1),), files, {}, ForkPlan())
+
+
+def test_the_programs_of_a_blueprint_have_the_room_they_need_however_much_it_is() -> None:
+    plan = ForkPlan(
+        set_up=lambda _: [Call(_GETPID, (), bytes(20_000))] * 8, settle=lambda _: [Call(_GETPID, (), bytes(3_000))]
+    )
+    blueprint = render_blueprint(tuple(thread(tid) for tid in range(1, 40)), {}, {}, plan).placed(0x10000)
+    programs = [blueprint.door, blueprint.main, *blueprint.thread_programs, blueprint.last]
+    places = [(program.base, program.base + len(program.render())) for program in programs]
+    assert all(one[1] <= other[0] for one, other in pairwise(places))
+    assert places[0][0] == 0x10000
+    assert places[-1][1] <= 0x10000 + blueprint.size < places[-1][1] + 4096 + 16
+    memory = blueprint.render().ljust(blueprint.size, b"\0")
+    for program in programs:
+        assert memory[program.base - 0x10000 :].startswith(program.render())
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.binary(max_size=50)), max_size=12))
+def test_how_long_a_program_is_is_known_before_it_is_rendered(calls: list[tuple[int, bytes]]) -> None:
+    program = Program(64, tuple(Call(_GETPID, (1,) * count, data) for count, data in calls))
+    assert program.size == len(program.render())
+
+
+def test_the_set_up_is_told_the_lowest_number_that_is_free_then() -> None:
+    told: list[int] = []
+
+    def set_up(free: int) -> list[Call]:
+        told.append(free)
+        return []
+
+    files = {number: Descriptor(number, "/x") for number in (0, 1, 2, 3, 5)}
+    render_blueprint((thread(1),), files, {}, ForkPlan(set_up=set_up))
+    render_blueprint((thread(1),), files, {}, ForkPlan(lambda each: Close() if each.number == 1 else None, (), set_up))
+    assert told == [4, 1]
+
+
+def test_threads_have_one_place_that_is_cleared_at_their_end_where_the_library_has_one() -> None:
+    blueprint = render_blueprint((thread(1), thread(2)), {}, {}, ForkPlan(clear_tid=0x7770))
+    set_address, make = blueprint.main.calls[-2:]
+    assert (set_address.number, set_address.args) == (_SET_TID_ADDRESS, (0x7770,))
+    assert make.args[2:4] == (0x9002, 0x7770)
+    plain = render_blueprint((thread(1), thread(2)), {}, {}, ForkPlan())
+    assert plain.main.calls[-1].args[2:4] == (0x9002, 0x9002)
+    assert _SET_TID_ADDRESS not in [call.number for call in plain.main.calls]
+
+
+def test_a_seed_has_no_id_to_be_written_and_the_main_thread_is_made_whole_behind_it() -> None:
+    seed = replace(thread(3), tid_address=None, is_seed=True)
+    blueprint = render_blueprint((thread(1), thread(2), seed), {}, {}, ForkPlan())
+    assert blueprint.by_seed
+    assert blueprint.main.calls[-1].args[2:4] == (0, 0)
+    assert blueprint.main.calls[-1].args[0] & 0x300000 == 0
+    assert [call.number for call in blueprint.last.calls] == [157, 273]
+    plain = render_blueprint((thread(1), thread(2)), {}, {}, ForkPlan())
+    assert not plain.by_seed
+    assert plain.last.calls == ()

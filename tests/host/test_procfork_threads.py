@@ -6,24 +6,29 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 from procfork_cases import (
+    PLAN,
     Subject,
     children,
     compiled,
     counted_calls,
     forked_from,
+    planned,
     python_started,
     started,
     threads_started,
 )
+from procfork_workers import assert_sound, check
 from support_processes import wait_until
 
 from forkd.errors import NotForkable
 from forkd.host.procfork import ptrace
+from forkd.host.procfork.registers import POLLS
 from forkd.host.procfork.scheduling import read_scheduling
+from forkd.host.procfork.seed import plant
+from forkd.host.procfork.source import Caller
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -35,44 +40,6 @@ def source() -> Iterator[Subject]:
     with started(compiled("threads")) as subject:
         check(subject)  # all of them are there
         yield subject
-
-
-@dataclass(frozen=True)
-class Report:
-    tid: int
-    pid: int
-    local: int
-    changed_registers: int
-    rounds_as_it_did: bool
-    is_itself: bool
-    mask: int
-    name: str
-    robust_failures: int
-
-
-def check(subject: Subject) -> dict[int, Report]:
-    """Each worker is woken, looks at itself and waits again."""
-    found = {}
-    for line in subject.ask("check").splitlines():
-        index, tid, pid, local, changed, rounds, itself, mask, name, robust = line.split()
-        numbers = (int(tid), int(pid), int(local), int(changed), rounds == "1", itself == "1", int(mask, 16))
-        found[int(index)] = Report(*numbers, name, int(robust))
-    return found
-
-
-def assert_sound(subject: Subject) -> dict[int, Report]:
-    reports = check(subject)
-    tids = {index: report.tid for index, report in reports.items()}
-    assert reports == {
-        index: Report(
-            tid, subject.pid, 1000 + index, 0, True, True, 1 << signal.SIGRTMIN + index - 1, f"worker-{index}", 0
-        )
-        for index, tid in tids.items()
-    }
-    assert len({*tids.values(), subject.pid}) == len(tids) + 1
-    assert {*tids.values(), subject.pid} < {*subject.tids()}
-    assert subject.ask("main") == "0 999 1"
-    return reports
 
 
 def test_every_thread_goes_on_with_its_registers_name_mask_and_thread_local_values(source: Subject) -> None:
@@ -220,16 +187,18 @@ def test_each_thread_is_scheduled_as_it_was(source: Subject) -> None:
         assert_sound(child)
 
 
+@pytest.mark.parametrize("seeded", [False, True], ids=["", "seed"])
 @pytest.mark.parametrize("to", ["process", "thread"])
-def test_a_signal_at_whatever_step_reaches_the_source_once_and_never_the_fork(to: str) -> None:
+def test_a_signal_at_whatever_step_reaches_the_source_once_and_never_the_fork(to: str, seeded: bool) -> None:
     with threads_started(2) as source:
+        plan = planned(caller=Caller(plant(source.pid, POLLS))) if seeded else PLAN
         tid = check(source)[1].tid if to == "thread" else source.pid
         step, forks = 0, 0
         while True:
             step += 1
             before = source.ask("signals")
             with counted_calls(step, lambda: ptrace.send_signal(source.pid, tid, signal.SIGUSR1)) as names:
-                with contextlib.suppress(NotForkable), forked_from(source) as child:
+                with contextlib.suppress(NotForkable), forked_from(source, plan) as child:
                     forks += 1
                     assert int(child.ask("signals")) <= int(before) + 1
                     assert len(check(child)) == 2

@@ -1,13 +1,16 @@
 """The initramfs in a real, emulated machine."""
 
+import shutil
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+from support_roots import make_busybox_root
 
 from forkd.host.tools import find_tool
 from forkd.image import Image
+from forkd.model.network import GATEWAY_ADDRESS
 
 pytestmark = [pytest.mark.vm, pytest.mark.build, pytest.mark.timeout(300)]
 
@@ -73,3 +76,25 @@ def test_links_in_place_of_mount_points_do_not_lead_out_of_the_root(python_image
     console = boot(python_image, disk)
     assert "forkd-init" not in console
     assert "switch_root" in console and "Kernel panic" in console
+
+
+@pytest.mark.parametrize("before", ["none", "a link to nowhere", "a link to a file"])
+def test_the_resolver_is_the_gateway_whatever_the_image_has_there(
+    before: str, python_image: Image, tmp_path: Path
+) -> None:
+    root = make_busybox_root(tmp_path / "root")
+    resolver, other = root / "etc/resolv.conf", root / "etc/other"
+    other.write_text("of the image\n")
+    if before == "none":
+        shutil.rmtree(root / "etc")
+    else:
+        resolver.symlink_to("/run/resolver/stub.conf" if before == "a link to nowhere" else "other")
+    python = root / "usr/bin/python3.11"
+    python.write_text("#!/bin/sh\nls -l /etc/resolv.conf\ncat /etc/resolv.conf /etc/other\necho all told\nsleep 1000\n")
+    disk = tmp_path / "root.erofs"
+    subprocess.run([str(find_tool("mkfs.erofs")), "--quiet", str(disk), str(root)], check=True)
+    console = boot(python_image, disk, until="all told").replace("\r", "")
+    assert "all told" in console and "forkd-init" not in console
+    assert f"nameserver {GATEWAY_ADDRESS}\n" in console
+    assert "->" not in console, "it is a file"
+    assert ("of the image\n" in console) is (before != "none")

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from forkd.engines.base import Engine, Frozen, Machine, Way
+from forkd.engines.base import Engine, Frozen, Machine, Nic, Way
 from forkd.engines.fake import FakeEngine, FakeMachine
 from forkd.host.marked import find_marked
 from forkd.host.paths import Home
@@ -64,6 +64,7 @@ class LiveFakeEngine(FakeEngine):
         directory: Path,
         limits: Limits = NO_LIMITS,
         *,
+        nic: Nic | None = None,
         settled: bool = False,
         paused: bool = False,
     ) -> Machine:
@@ -76,7 +77,7 @@ class LiveFakeEngine(FakeEngine):
         if self.fork_errors:
             raise self.fork_errors.pop(0)
         assert not source.death.done(), "a template was forked after its end"
-        machine = await super().fork(self._sources[source.pid], directory, limits)
+        machine = await super().fork(self._sources[source.pid], directory, limits, nic)
         assert isinstance(machine, FakeMachine)
         machine.phases.way = Way.FORK
         if self.broken:

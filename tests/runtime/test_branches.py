@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from runtime_cases import evaluate, opened, until
 
-from forkd.engines.base import Engine
+from forkd.engines.base import Engine, Opening
 from forkd.engines.fake import FakeEngine
 from forkd.errors import Conflict, ForkdError, InvalidInput, LimitReached, NoCapacity, NotFound, WarmupFailed
 from forkd.host.marked import find_marked
@@ -36,7 +36,7 @@ SPEC = SandboxSpec(TAG)
 
 @pytest.fixture(params=["fake", pytest.param("qemu", marks=pytest.mark.vm)])
 def engine(request: pytest.FixtureRequest) -> Engine:
-    return FakeEngine(outlive=True) if request.param == "fake" else open_engine("qemu", outlive=True)
+    return FakeEngine(outlive=True) if request.param == "fake" else open_engine("qemu", Opening(outlive=True))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from runtime_cases import evaluate, make, opened, request, until
 from support_limits import cannot_limit_memory
 
-from forkd.engines.base import BootSpec, Frozen, Machine
+from forkd.engines.base import BootSpec, Frozen, Machine, Nic
 from forkd.engines.fake import FakeEngine
 from forkd.errors import Conflict, ForkdError, GuestDied, InvalidInput, NotFound, NotRunning, Unsupported, WarmupFailed
 from forkd.host.marked import find_marked
@@ -49,13 +49,15 @@ class HeldEngine(FakeEngine):
         for _ in range(times):
             await self._asked.acquire()
 
-    async def boot(self, spec: BootSpec, directory: Path, memory_in: Path) -> Machine:
+    async def boot(self, spec: BootSpec, directory: Path, memory_in: Path, nic: Nic | None = None) -> Machine:
         await self._wait()
-        return await super().boot(spec, directory, memory_in)
+        return await super().boot(spec, directory, memory_in, nic)
 
-    async def fork(self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
+    async def fork(
+        self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS, nic: Nic | None = None
+    ) -> Machine:
         await self._wait()
-        return await super().fork(frozen, directory, limits)
+        return await super().fork(frozen, directory, limits, nic)
 
     async def _wait(self) -> None:
         if not self._may.is_set():

@@ -8,7 +8,7 @@ import time
 import pytest
 from runtime_cases import evaluate, opened, until
 
-from forkd.engines.base import Engine
+from forkd.engines.base import Engine, Opening
 from forkd.host.marked import find_marked
 from forkd.host.paths import Home
 from forkd.model.names import parse_tag
@@ -23,7 +23,7 @@ TAG = parse_tag("warm")
 
 @pytest.fixture
 def engine() -> Engine:
-    return open_engine("qemu", outlive=True)
+    return open_engine("qemu", Opening(outlive=True))
 
 
 async def test_a_vm_wakes_from_a_pause_with_the_right_time_and_is_adopted(vm_home: Home, engine: Engine) -> None:

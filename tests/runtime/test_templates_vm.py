@@ -10,7 +10,7 @@ from runtime_cases import DEADLINE_S, evaluate, make, opened, tags, template_pla
 from support_daemon import served
 from support_images import made_home
 
-from forkd.engines.base import Engine, Way
+from forkd.engines.base import Engine, Opening, Way
 from forkd.errors import GuestDied
 from forkd.host.marked import find_marked
 from forkd.host.paths import Home
@@ -67,7 +67,7 @@ def processes():
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    found = open_engine("qemu", outlive=True)
+    found = open_engine("qemu", Opening(outlive=True))
     if (why := found.why_no_live_forks()) is not None:
         pytest.skip(f"no live forks: {why}")
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from runtime_cases import opened, until
 
-from forkd.engines.base import Frozen, Machine
+from forkd.engines.base import Frozen, Machine, Nic
 from forkd.engines.fake import FakeEngine
 from forkd.errors import InvalidInput
 from forkd.host.paths import Home
@@ -25,10 +25,12 @@ class SlowEngine(FakeEngine):
         self.may_fork = asyncio.Event()
         self.forking = 0
 
-    async def fork(self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
+    async def fork(
+        self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS, nic: Nic | None = None
+    ) -> Machine:
         self.forking += 1
         await self.may_fork.wait()
-        return await super().fork(frozen, directory, limits)
+        return await super().fork(frozen, directory, limits, nic)
 
 
 @pytest.fixture

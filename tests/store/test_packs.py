@@ -41,6 +41,7 @@ from forkd.errors import (
 from forkd.host.paths import Home
 from forkd.image import ImageStore
 from forkd.model.names import parse_tag
+from forkd.model.network import NO_NETWORK, Network
 from forkd.runtime import unpacking
 from forkd.store.keys import FILES, SigningKey
 
@@ -192,6 +193,21 @@ def test_the_head_can_get_another_tag(source: Home, target: Home) -> None:
     assert unpack(target, pack(source, "head"), tag=parse_tag("mine")).made == ()
     with pytest.raises(InvalidInput, match="already"):
         unpack(target, pack(source, "head"), tag=ROOT)
+
+
+def test_the_network_of_a_pack_stays_behind_and_that_is_said(source: Home, target: Home) -> None:
+    web = Network(allow=["pypi"])
+    add_root(source, "webbed", network=web)
+    add_layer(source, "over", "webbed")
+    done = unpack(target, pack(source, "over"))
+    assert (done.made, done.network_dropped) == (("webbed", "over"), ("webbed",))
+    assert store_of(target).get(parse_tag("webbed")).manifest.network == NO_NETWORK
+    assert store_of(target).verify(parse_tag("over")).chain == ("webbed", "over")
+    again = unpack(target, pack(source, "over"))
+    assert (again.reused, again.network_dropped) == (("webbed", "over"), ())
+    # Where it was made it is its owner's own.
+    assert unpack(source, pack(source, "over")).reused == ("webbed", "over")
+    assert store_of(source).get(parse_tag("webbed")).manifest.network == web
 
 
 def test_without_its_image_a_pack_is_for_those_who_have_it(source: Home, target: Home) -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forkd.model.network import GATEWAY_ADDRESS, GUEST_INTERFACE
 from forkd.wire import agent as wire
 from forkd.wire.agent import (
     CALL,
@@ -184,9 +185,21 @@ def test_control_payloads_that_are_no_json_object_are_refused(payload: bytes) ->
 def test_a_fork_is_told_its_fields_and_its_environment(env: dict[str, str]) -> None:
     names = ("session", "sandbox_id", "hostname", "machine_id", "entropy", "nonce")
     request = {name: str(at) for at, name in enumerate(names)}
-    payload = wire.pack_become(request, env, 1500)
-    assert wire.unpack_timeout_ms(payload) == 1500
-    assert wire.unpack_become(payload) == (list("012345"), [f"{name}={value}" for name, value in env.items()])
+    variables = [f"{name}={value}" for name, value in env.items()]
+    for network in (False, True):
+        payload = wire.pack_become(request, env, 1500, network)
+        assert wire.unpack_timeout_ms(payload) == 1500
+        assert wire.unpack_become(payload) == (list("012345"), variables, network)
+
+
+def test_a_fork_without_network_is_told_what_older_agents_understand() -> None:
+    names = ("session", "sandbox_id", "hostname", "machine_id", "entropy", "nonce")
+    payload = wire.pack_become(dict.fromkeys(names, "x"), {"A": "1"}, 7)
+    assert payload == b"\0\0\0\x07x\0x\0x\0x\0x\0x\0A=1"
+
+
+def test_the_agent_has_the_same_network_as_the_host() -> None:
+    assert (wire.INTERFACE, wire.GATEWAY) == (GUEST_INTERFACE, GATEWAY_ADDRESS)
 
 
 @pytest.mark.parametrize("payload", [b"", b"\0" * 4, b"\0\0\0\1" + b"\0" * 4, b"\0\0\0\1\xff"])

@@ -56,7 +56,7 @@ class Becoming(Stream):
         on_done: Done,
     ) -> None:
         super().__init__(number)
-        self._fields, self._new_env = unpack_become(payload)
+        self._fields, self._new_env, self._network = unpack_become(payload)
         self._payload = payload
         self._loop = loop
         self._port = port
@@ -99,6 +99,12 @@ class Becoming(Stream):
             name, _, value = item.partition("=")
             self._env[name] = value
         self._passed('"count":%d' % len(self._new_env))
+        self._step = "network"
+        try:
+            self._passed(render_network(*platform.set_network(self._network, forked=True)))
+        except OSError as error:
+            self._failed(str(error))
+            return
         self._step = "interpreter"
         job = Job(self._interpreter, BECOME, self.number, self._payload, self._deadline, self._on_interpreter)
         if not self._interpreter.submit(job):
@@ -215,3 +221,11 @@ class Becoming(Stream):
             self._loop.cancel(self._timer)
             self._timer = None
         self._on_done(self.number)
+
+
+def render_network(up: bool, address: str, reset: int) -> str:
+    return '"up":%s,"address":%s,"reset":%d' % (
+        "true" if up else "false",
+        '"%s"' % address if address else "null",
+        reset,
+    )

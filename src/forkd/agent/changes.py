@@ -37,8 +37,8 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Mounted over, and so not part of what can be seen.
 _COVERED = ("/dev", "/proc", "/run", "/sys", "/tmp")
-# Every fork has its own of these.
-_IDENTITY = ("/etc/hostname", "/etc/machine-id")
+# Every fork has its own of the first two; the last is written at boot.
+_IDENTITY = ("/etc/hostname", "/etc/machine-id", "/etc/resolv.conf")
 _OPAQUE, _REDIRECT, _METACOPY = "trusted.overlay.opaque", "trusted.overlay.redirect", "trusted.overlay.metacopy"
 
 

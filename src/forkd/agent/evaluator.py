@@ -275,7 +275,7 @@ class Evaluator:
 
     def _become(self, payload: bytes) -> Tuple[int, bytes]:
         api = self._api
-        fields, env = unpack_become(payload)
+        fields, env, _ = unpack_become(payload)
         for item in env:
             name, _, value = item.partition("=")
             os.environ[name] = value

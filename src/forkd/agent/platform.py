@@ -1,4 +1,4 @@
-"""What the fork contract changes about the machine: entropy, names, the wall clock.
+"""What the fork contract changes about the machine: entropy, names, the network, the wall clock.
 
 `Platform` is the guest; `Rehearsal` is what tests and the fake engine use on a host: it records what would change the
 machine and keeps its files under a directory of its own.
@@ -13,11 +13,14 @@ import os
 import time
 from struct import Struct
 
+from forkd.agent.network import Network
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Dict, List, Tuple
 
     from forkd.agent.changes import Roots
+    from forkd.agent.network import Outcome
 
 _MACHINE_ID_BYTES = 33
 _MAX_STEPS = 100
@@ -95,12 +98,14 @@ class Platform:
         self._hostname_linked = False
         self._machine_id = MachineIdFile(root + "/etc/machine-id")
         self._random = -1
+        self._network = Network()
 
     def prepare(self) -> None:
         """Before the freeze: find, open and map what a fork will need, so that it does not have to."""
         if self._random < 0:
             self._random = os.open("/dev/urandom", os.O_WRONLY | os.O_CLOEXEC)
         self._hostname_linked = link_hostname(self._hostname_file)
+        self._network.prepare()
         self._machine_id.prepare()
         self._scripts = find_scripts(self._scripts_directory)
 
@@ -119,6 +124,9 @@ class Platform:
 
     def set_machine_id(self, machine_id: str) -> str:
         return self._machine_id.replace(machine_id)
+
+    def set_network(self, up: bool, forked: bool = False) -> Outcome:
+        return self._network.switch(up, forked)
 
     def list_scripts(self) -> List[str]:
         """As found by the preparation, if there was one since the last fork."""
@@ -152,6 +160,7 @@ class Platform:
 
     def close(self) -> None:
         self._machine_id.close()
+        self._network.close()
 
 
 class Rehearsal(Platform):
@@ -170,6 +179,9 @@ class Rehearsal(Platform):
 
     def set_hostname(self, name: str) -> str:
         return write_line(self._hostname_file, name)
+
+    def set_network(self, up: bool, forked: bool = False) -> Outcome:
+        return up, "127.0.0.1", 0
 
     def set_clock(self, unix_ns: int) -> int:
         offset_ns = unix_ns - time.time_ns()

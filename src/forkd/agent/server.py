@@ -105,6 +105,7 @@ class Server:
             "ping": self._ping,
             "prepare_freeze": self._prepare_freeze,
             "set_clock": self._set_clock,
+            "set_network": self._set_network,
             "read": self._read_file,
             "write": self._write_file,
         }
@@ -293,6 +294,13 @@ class Server:
         if type(unix_ns) is not int or not 0 < unix_ns < 1 << 63:
             raise Refused("invalid", "unix_ns must be between 1 and 2**63 - 1")
         self._reply(stream, {"realtime_ns": self._platform.set_clock(unix_ns)})
+
+    def _set_network(self, stream: int, request: Dict[str, Any]) -> None:
+        wanted = request.get("up")
+        if type(wanted) is not bool:
+            raise Refused("invalid", "up must be true or false")
+        up, address, reset = self._platform.set_network(wanted)
+        self._reply(stream, {"up": up, "address": address or None, "reset": reset})
 
     def _describe(self) -> Dict[str, Any]:
         return {

@@ -12,10 +12,12 @@ from forkd.cli.commands import Actions
 from forkd.cli.connect import connect
 from forkd.cli.guest_command import add_words, parse_words
 from forkd.cli.making import make_snapshot
+from forkd.cli.network import add_network_options, parse_options
 from forkd.cli.output import note, print_facts, print_json, print_rows, render_size, show
 from forkd.cli.suggestions import suggesting_snapshot
 from forkd.errors import InvalidInput
 from forkd.model.names import SnapshotTag, parse_tag
+from forkd.model.network import Network
 from forkd.wire.api import PruneResult, SnapshotInfo, VerifyResult
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ def add_chain_actions(actions: Actions) -> None:
 def _add_derive_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tag", metavar="NEW_TAG", help="the new snapshot's name; required")
     parser.add_argument("--code", metavar="CODE", help="Python to run in the interpreter, before the command")
+    add_network_options(parser)
     add_duration(parser, "--timeout", "limit for what runs, such as 90s or 10m (default 600)", _DERIVE_S)
 
 
@@ -69,7 +72,7 @@ def run_derive(args: argparse.Namespace) -> int:
             hint=f"Write: forkd snapshot derive {parent} --tag {tag} -- COMMAND",
         )
     with connect(args) as controller:
-        made = derive(args, controller, parent, tag, args.command or None, args.code, args.timeout)
+        made = derive(args, controller, parent, tag, args.command or None, args.code, args.timeout, parse_options(args))
     return show(args, made, _print_made)
 
 
@@ -81,9 +84,10 @@ def derive(
     command: Sequence[str] | None,
     code: str | None,
     timeout_s: float,
+    network: Network | None = None,
 ) -> SnapshotInfo:
     def ask() -> None:
-        controller.derive_snapshot(parent, tag, command, code=code, timeout_secs=timeout_s)
+        controller.derive_snapshot(parent, tag, command, code=code, network=network, timeout_secs=timeout_s)
 
     with suggesting_snapshot(controller, parent):
         make_snapshot(args, controller, tag, ask)

@@ -48,6 +48,8 @@ COMMANDS = {
     "pause": Subcommand("sandboxes", "pause sandboxes"),
     "resume": Subcommand("sandboxes", "resume paused sandboxes"),
     "rm": Subcommand("sandboxes", "end and remove sandboxes"),
+    "network": Subcommand("network", "show or change what a sandbox may reach"),
+    "port": Subcommand("network", "make ports of a sandbox reachable from this machine"),
     "branch": Subcommand("branch", "freeze a running sandbox as a new snapshot"),
     "checkpoint": Subcommand("branch", "remember where a sandbox is; list and delete its checkpoints"),
     "rewind": Subcommand("branch", "move a sandbox back to a checkpoint"),
@@ -84,7 +86,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
 GROUPS: dict[str, tuple[str, ...]] = {
     "Sandboxes": (
         *("run", "fork", "ls", "inspect", "exec", "shell", "eval", "cp", "diff", "merge", "logs"),
-        *("timeout", "rename", "pause", "resume", "rm"),
+        *("timeout", "rename", "pause", "resume", "rm", "network", "port"),
     ),
     "Branches": ("branch", "checkpoint", "rewind", "promote", "tree"),
     "Images, snapshots, workspaces": ("image", "snapshot", "snapshot-diff", "workspace"),

@@ -25,6 +25,7 @@ from forkd.cli.arguments import (
 )
 from forkd.cli.connect import connect
 from forkd.cli.interrupts import Interrupts
+from forkd.cli.network import add_network_options, parse_options
 from forkd.cli.output import note, print_json
 from forkd.cli.sandboxes import kill_all, resolve, show_sandboxes
 from forkd.cli.suggestions import suggesting_snapshot
@@ -54,6 +55,7 @@ def add_fork(parser: argparse.ArgumentParser) -> None:
     add_pairs(parser, "-l", "--label", about="a label; may be repeated")
     add_pairs(parser, "--metadata", about="metadata; may be repeated")
     add_limit_options(parser)
+    add_network_options(parser)
     parser.add_argument("--allow-partial", action="store_true", help="keep those that come up when others do not")
     add_duration(parser, "--settle-secs", "end them after this time, or when this command ends; it waits until then")
     for name in _FORKDS:
@@ -131,6 +133,7 @@ def render_request(args: argparse.Namespace, environ: Mapping[str, str]) -> dict
         timeout_s = _check_settling(args.settle_secs) + _SETTLE_SLACK_S
     common = {
         **render_limits(args),
+        "network": parse_options(args),
         "timeout_secs": timeout_s,
         "on_timeout": args.on_timeout,
         "env": parse_environment(args.env, environ),

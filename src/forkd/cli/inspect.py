@@ -9,9 +9,10 @@ from typing import Any
 
 from forkd.cli.arguments import add_daemon_options, parse_duration, render_pairs
 from forkd.cli.connect import connect
-from forkd.cli.output import print_facts, print_json, print_lines, render_age, show
+from forkd.cli.network import render_line, render_ports
+from forkd.cli.output import print_facts, print_json, print_lines, render_age, render_size, show
 from forkd.cli.sandboxes import add_sandbox, print_sandboxes, render_deadline, resolve, resolve_all
-from forkd.wire.api import SandboxInfo
+from forkd.wire.api import CellInfo, SandboxInfo
 
 _NO_DEADLINE = "none"
 
@@ -23,7 +24,7 @@ def add_inspect(parser: argparse.ArgumentParser) -> None:
 
 def run_inspect(args: argparse.Namespace) -> int:
     with connect(args) as controller:
-        found = [controller.get_sandbox(sandbox_id) for sandbox_id in resolve_all(controller, args.sandbox)]
+        found = [controller.get_sandbox(sandbox_id, cell=True) for sandbox_id in resolve_all(controller, args.sandbox)]
     return show(args, found, _print_all)
 
 
@@ -44,9 +45,25 @@ def render_facts(info: SandboxInfo, now: float) -> dict[str, Any]:
     for name in ("labels", "metadata"):
         if name in facts:
             facts[name] = render_pairs(facts[name])
+    facts["network"] = render_line(info["network"])
+    if (usage := info["network"].get("usage")) is not None:
+        received, sent = render_size(usage["bytes_in"]), render_size(usage["bytes_out"])
+        facts["network_use"] = (
+            f"received {received}, sent {sent}, {usage['connections']} open, {usage['refused']} refused"
+        )
+    if (cell := info.get("cell")) is not None:
+        facts["cell"] = render_cell(cell)
+    if info["ports"]:
+        facts["ports"] = render_ports(info["ports"])
     if deadline := render_deadline(info, now):
         facts["deadline"] = deadline
     return facts
+
+
+def render_cell(cell: CellInfo) -> str:
+    """In a line: whether it is whole, and as whom it runs. The rest is in --json."""
+    whole = f"lacks {', '.join(cell['lacks'])}" if cell["lacks"] else "whole"
+    return f"{whole}; user {cell['user']}, own {' '.join(cell['namespaces']) or 'nothing'}, {cell['filters']} filters"
 
 
 def _render_distance(at_unix: float, now: float) -> str:

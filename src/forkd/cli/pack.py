@@ -163,6 +163,9 @@ def _remote_token(args: argparse.Namespace) -> str | None:
 def _print_imported(done: PackImported) -> None:
     if done["warning"]:
         note(f"warning: it cannot run here: {done['warning']}")
+    if done["network_dropped"]:
+        names = ", ".join(done["network_dropped"])
+        note(f"the network of {names} was dropped: say --allow when you fork")
     reused = f"; there already: {', '.join(done['reused'])}" if done["reused"] else ""
     signed = f"signed by {done['key']}" if done["key"] else "unsigned"
     print(f"{done['tag']}  {signed}{reused}")

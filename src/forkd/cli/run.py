@@ -26,6 +26,7 @@ from forkd.cli.guest_command import (
     run_command,
 )
 from forkd.cli.interrupts import Interrupts
+from forkd.cli.network import add_network_options, parse_options
 from forkd.model.names import parse_tag
 
 # When this command is killed outright, the daemon ends the sandbox this much after the command's own time.
@@ -65,6 +66,7 @@ def render_request(args: argparse.Namespace, tag: str) -> dict[str, Any]:
         "snapshot_tag": tag,
         "n": 1,
         **render_limits(args),
+        "network": parse_options(args),
         "timeout_secs": None if args.keep else args.timeout + _SLACK_S,
         "labels": parse_pairs(args.label, "--label"),
         "metadata": parse_pairs(args.metadata, "--metadata"),
@@ -79,4 +81,5 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add_pairs(parser, "-l", "--label", about="a label of the sandbox; may be repeated")
     add_pairs(parser, "--metadata", about="metadata of the sandbox; may be repeated")
     add_limit_options(parser)
+    add_network_options(parser)
     add_daemon_options(parser, json="print one JSON object at the end")

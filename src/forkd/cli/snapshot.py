@@ -13,6 +13,7 @@ from forkd.cli.chains import add_chain_actions
 from forkd.cli.commands import Actions
 from forkd.cli.connect import connect
 from forkd.cli.making import make_snapshot
+from forkd.cli.network import add_network_options, parse_options, render_line
 from forkd.cli.output import note, print_columns, print_facts, print_lines, render_size, render_time, show
 from forkd.cli.suggestions import suggesting_snapshot
 from forkd.errors import ForkdError, InvalidInput, NotFound
@@ -40,6 +41,7 @@ def add_snapshot(parser: argparse.ArgumentParser) -> None:
     create.add_argument(
         "--rehearse", metavar="CODE", help="Python to run in a template, so that its forks run it faster"
     )
+    add_network_options(create)
     create.add_argument("--replace", action="store_true", help="replace the snapshot that has this tag")
     listing = actions.add("ls", run_ls, "list the snapshots")
     listing.add_argument("-q", "--quiet", action="store_true", help="print tags only")
@@ -77,6 +79,7 @@ def render_request(args: argparse.Namespace) -> dict[str, Any]:
         "warm_command": args.warm_command,
         "warm_timeout_secs": args.warm_timeout,
         "rehearse": _checked_text(args.rehearse, "rehearsal"),
+        "network": parse_options(args),
         "replace": args.replace,
         "wait": True,
     }
@@ -117,6 +120,8 @@ def _render_facts(shown: Mapping[str, Any]) -> dict[str, Any]:
         facts[name] = f"{facts[name]} ({render_size(facts[name])})"
     facts["created_at_unix"] = f"{facts['created_at_unix']} ({render_time(facts['created_at_unix'])})"
     facts["ancestors"] = " > ".join([*facts["ancestors"], facts["tag"]]) if facts["ancestors"] else "none"
+    if "network" in facts:
+        facts["network"] = render_line(facts["network"])
     facts["dependents"] = ", ".join(facts["dependents"]) or "none"
     return facts
 

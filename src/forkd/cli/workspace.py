@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from forkd.cli.arguments import add_daemon_options, add_limit_options, render_limits
 from forkd.cli.commands import Actions
 from forkd.cli.connect import connect, remove_all
+from forkd.cli.network import add_network_options, parse_options
 from forkd.cli.output import note, print_rows, render_age, show
 from forkd.cli.suggestions import suggesting_snapshot
 from forkd.model.names import parse_tag
@@ -21,6 +22,7 @@ def add_workspace(parser: argparse.ArgumentParser) -> None:
     create.add_argument("name", metavar="NAME", help="1 to 64 letters, digits, '-' or '_'")
     create.add_argument("--snapshot", required=True, metavar="TAG", help="the snapshot to fork")
     add_limit_options(create)
+    add_network_options(create)
     create.add_argument("--per-child-netns", action="store_true", help="for compatibility; see docs/reference/rest.md")
     actions.add("ls", run_ls, "list the workspaces")
     for action in (
@@ -36,7 +38,9 @@ def add_workspace(parser: argparse.ArgumentParser) -> None:
 def run_create(args: argparse.Namespace) -> int:
     tag = parse_tag(args.snapshot)
     with connect(args) as controller, suggesting_snapshot(controller, tag):
-        info = controller.create_workspace(args.name, tag, args.per_child_netns, **render_limits(args))
+        info = controller.create_workspace(
+            args.name, tag, args.per_child_netns, network=parse_options(args), **render_limits(args)
+        )
     return show(args, info, lambda info: _print([info]))
 
 

@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import IO, TYPE_CHECKING, Any, TypedDict, Unpack
 
 from forkd.errors import InvalidInput
+from forkd.model.network import Network, parse_network
 from forkd.wire.endpoint import find_loopback_port
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ Data = str | bytes | bytearray | memoryview | IO[Any] | Iterable[bytes] | Iterab
 AsyncData = Data | AsyncIterable[bytes] | AsyncIterable[str]
 
 
+NetworkLike = Network | str | Mapping[str, Any]  # "none", "open", or rules
+
+
 class BranchMode(enum.StrEnum):
     """How a running sandbox is frozen; texts, so that `mode="live"` says the same."""
 
@@ -43,6 +47,7 @@ class Limits(TypedDict, total=False):
 
 
 class SandboxOptions(Limits, total=False):
+    network: NetworkLike | None  # None: that of what it is forked from
     on_timeout: str | None  # "kill" or "pause"
     labels: Mapping[str, str] | None
     metadata: Mapping[str, str] | None
@@ -153,6 +158,8 @@ def render_options(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
     if unknown := sorted(options.keys() - kind.__annotations__.keys()):
         raise TypeError(f"Unknown option: {', '.join(unknown)}")
     plain = {name: _plain(value) for name, value in options.items()}
+    if plain.get("network") is not None:
+        plain["network"] = render_network(options["network"])
     return {name: value for name, value in plain.items() if value is not None and value is not False and value != {}}
 
 
@@ -160,6 +167,10 @@ def _plain(value: object) -> object:
     if isinstance(value, os.PathLike):
         return path_text(value)
     return dict(value) if isinstance(value, Mapping) else value
+
+
+def render_network(network: NetworkLike | None) -> dict[str, Any] | None:
+    return None if network is None else parse_network(network).as_json()
 
 
 def drop_unset(**fields: Any) -> dict[str, Any]:

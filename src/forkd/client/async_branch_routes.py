@@ -8,8 +8,10 @@ from typing import TypeVar, Unpack
 
 from forkd.client.arguments import (
     ForkOptions,
+    NetworkLike,
     check_key,
     drop_unset,
+    render_network,
     render_options,
 )
 from forkd.client.call import Again, Call, delete, get, post, query_of
@@ -100,6 +102,7 @@ class AsyncBranchRoutes:
         *,
         shell: str | None = None,
         code: str | None = None,
+        network: NetworkLike | None = None,
         timeout_secs: float = DERIVE_S,
     ) -> api.SnapshotInfo:
         """Fork `tag`, run a command or Python there or both, and save what that changed as `new_tag`.
@@ -110,6 +113,7 @@ class AsyncBranchRoutes:
             raise InvalidInput("args must be a list of texts", hint='Use shell="…" for a line of shell')
         words = None if args is None else list(args)
         body = drop_unset(tag=new_tag, args=words, shell=shell, code=code, timeout_secs=timeout_secs)
+        body |= drop_unset(network=render_network(network))
         takes_s = timeout_secs + FREEZE_S
         return await self._send(post(api.SnapshotInfo, "snapshots", tag, "derive", body=body, takes_s=takes_s))
 

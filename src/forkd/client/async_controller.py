@@ -12,15 +12,18 @@ from forkd.client.arguments import (
     CommandOptions,
     GuestPath,
     Limits,
+    NetworkLike,
     SpawnOptions,
     async_content_of,
     check_key,
     drop_unset,
     path_text,
     render_command,
+    render_network,
     render_options,
 )
 from forkd.client.async_branch_routes import FREEZE_S, SPAWN_EACH_S, SPAWN_S, AsyncBranchRoutes
+from forkd.client.async_network_routes import AsyncNetworkRoutes
 from forkd.client.async_packs import AsyncPackCalls
 from forkd.client.async_transport import AsyncTransport
 from forkd.client.call import API, Again, Call, delete, get, post, query_of, read_answer
@@ -38,7 +41,7 @@ _READ_INPUT_S = 90.0  # what a program is given to read what is written to it
 T = TypeVar("T")
 
 
-class AsyncController(AsyncBranchRoutes, AsyncPackCalls):
+class AsyncController(AsyncBranchRoutes, AsyncNetworkRoutes, AsyncPackCalls):
     """`base_url`: else FORKD_URL, else the daemon's unix socket. `token`: else FORKD_TOKEN.
 
     `timeout` is how long an answer may take, in seconds; a command's own timeout comes on top. Plain dicts go in and
@@ -141,12 +144,14 @@ class AsyncController(AsyncBranchRoutes, AsyncPackCalls):
         warm_command: str | None = None,
         warm_timeout_secs: float = 300,
         rehearse: str | None = None,
+        network: NetworkLike | None = None,
         replace: bool = False,
         wait: bool = False,
     ) -> api.SnapshotInfo:
         """Boot `image`, warm it up with Python (`warm`) or shell (`warm_command`), freeze it under `tag`.
 
         `rehearse` is Python that templates of it evaluate before they are forked, so that forks find that code warm.
+        `network` is for the warm-up, and for forks that ask for no other.
         """
         body = drop_unset(
             tag=tag,
@@ -158,6 +163,7 @@ class AsyncController(AsyncBranchRoutes, AsyncPackCalls):
             warm_command=warm_command,
             warm_timeout_secs=warm_timeout_secs,
             rehearse=rehearse,
+            network=render_network(network),
             replace=replace,
             wait=wait,
         )
@@ -226,8 +232,10 @@ class AsyncController(AsyncBranchRoutes, AsyncPackCalls):
             if token == last:
                 raise Unreachable("The daemon sends the same page again and again", hint="Check FORKD_URL")
 
-    async def get_sandbox(self, sandbox_id: str) -> api.SandboxInfo:
-        return await self._send(get(api.SandboxInfo, "sandboxes", sandbox_id))
+    async def get_sandbox(self, sandbox_id: str, *, cell: bool = False) -> api.SandboxInfo:
+        """With `cell` also what keeps its VM in."""
+        query = (("cell", "true"),) if cell else ()
+        return await self._send(get(api.SandboxInfo, "sandboxes", sandbox_id, query=query))
 
     async def kill_sandbox(self, sandbox_id: str) -> None:
         await self._send(delete("sandboxes", sandbox_id))
@@ -411,10 +419,13 @@ class AsyncController(AsyncBranchRoutes, AsyncPackCalls):
         snapshot_tag: str,
         per_child_netns: bool = False,
         memory_limit_mib: int | None = None,
+        *,
+        network: NetworkLike | None = None,
         **limits: Unpack[Limits],
     ) -> api.WorkspaceInfo:
         body = drop_unset(name=name, snapshot_tag=snapshot_tag, per_child_netns=per_child_netns)
         body |= drop_unset(memory_limit_mib=memory_limit_mib, **render_options(Limits, limits))
+        body |= drop_unset(network=render_network(network))
         return await self._send(post(api.WorkspaceInfo, "workspaces", body=body, takes_s=SPAWN_S))
 
     async def suspend_workspace(self, name: str) -> api.WorkspaceInfo:

@@ -21,6 +21,7 @@ from forkd.client.async_branching import AsyncBranching
 from forkd.client.async_controller import AsyncController
 from forkd.client.async_files import AsyncFiles
 from forkd.client.async_merging import AsyncMerging
+from forkd.client.async_networking import AsyncNetworking
 from forkd.client.async_processes import AsyncCommands, AsyncPty, async_follow
 from forkd.client.async_renewal import AsyncRenewal
 from forkd.client.async_spawn import AsyncSandboxes, async_spawn
@@ -34,7 +35,7 @@ from forkd.wire.api import PingResponse, SandboxInfo
 EVAL_TIMEOUT_S = 30.0
 
 
-class AsyncSandbox(AsyncMerging, AsyncOpening, AsyncBranching):
+class AsyncSandbox(AsyncMerging, AsyncOpening, AsyncBranching, AsyncNetworking):
     """Fork one from `tag` (else FORKD_TAG, else "pyagent"). In a `with` block it is killed at the end.
 
     With `spawn=False` the one whose guest_addr is `target` (else FORKD_TARGET) is found instead. `timeout` is for

@@ -9,8 +9,10 @@ from typing import TypeVar, Unpack
 
 from forkd.client.arguments import (
     ForkOptions,
+    NetworkLike,
     check_key,
     drop_unset,
+    render_network,
     render_options,
 )
 from forkd.client.call import Again, Call, delete, get, post, query_of
@@ -101,6 +103,7 @@ class BranchRoutes:
         *,
         shell: str | None = None,
         code: str | None = None,
+        network: NetworkLike | None = None,
         timeout_secs: float = DERIVE_S,
     ) -> api.SnapshotInfo:
         """Fork `tag`, run a command or Python there or both, and save what that changed as `new_tag`.
@@ -111,6 +114,7 @@ class BranchRoutes:
             raise InvalidInput("args must be a list of texts", hint='Use shell="…" for a line of shell')
         words = None if args is None else list(args)
         body = drop_unset(tag=new_tag, args=words, shell=shell, code=code, timeout_secs=timeout_secs)
+        body |= drop_unset(network=render_network(network))
         takes_s = timeout_secs + FREEZE_S
         return self._send(post(api.SnapshotInfo, "snapshots", tag, "derive", body=body, takes_s=takes_s))
 

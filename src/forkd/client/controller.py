@@ -13,17 +13,20 @@ from forkd.client.arguments import (
     Data,
     GuestPath,
     Limits,
+    NetworkLike,
     SpawnOptions,
     check_key,
     content_of,
     drop_unset,
     path_text,
     render_command,
+    render_network,
     render_options,
 )
 from forkd.client.branch_routes import FREEZE_S, SPAWN_EACH_S, SPAWN_S, BranchRoutes
 from forkd.client.call import API, Again, Call, delete, get, post, query_of, read_answer
 from forkd.client.endpoint import Endpoint, find_endpoint
+from forkd.client.network_routes import NetworkRoutes
 from forkd.client.packs import PackCalls
 from forkd.client.stream import StreamEvent
 from forkd.client.transport import Transport
@@ -39,7 +42,7 @@ _READ_INPUT_S = 90.0  # what a program is given to read what is written to it
 T = TypeVar("T")
 
 
-class Controller(BranchRoutes, PackCalls):
+class Controller(BranchRoutes, NetworkRoutes, PackCalls):
     """`base_url`: else FORKD_URL, else the daemon's unix socket. `token`: else FORKD_TOKEN.
 
     `timeout` is how long an answer may take, in seconds; a command's own timeout comes on top. Plain dicts go in and
@@ -142,12 +145,14 @@ class Controller(BranchRoutes, PackCalls):
         warm_command: str | None = None,
         warm_timeout_secs: float = 300,
         rehearse: str | None = None,
+        network: NetworkLike | None = None,
         replace: bool = False,
         wait: bool = False,
     ) -> api.SnapshotInfo:
         """Boot `image`, warm it up with Python (`warm`) or shell (`warm_command`), freeze it under `tag`.
 
         `rehearse` is Python that templates of it evaluate before they are forked, so that forks find that code warm.
+        `network` is for the warm-up, and for forks that ask for no other.
         """
         body = drop_unset(
             tag=tag,
@@ -159,6 +164,7 @@ class Controller(BranchRoutes, PackCalls):
             warm_command=warm_command,
             warm_timeout_secs=warm_timeout_secs,
             rehearse=rehearse,
+            network=render_network(network),
             replace=replace,
             wait=wait,
         )
@@ -227,8 +233,10 @@ class Controller(BranchRoutes, PackCalls):
             if token == last:
                 raise Unreachable("The daemon sends the same page again and again", hint="Check FORKD_URL")
 
-    def get_sandbox(self, sandbox_id: str) -> api.SandboxInfo:
-        return self._send(get(api.SandboxInfo, "sandboxes", sandbox_id))
+    def get_sandbox(self, sandbox_id: str, *, cell: bool = False) -> api.SandboxInfo:
+        """With `cell` also what keeps its VM in."""
+        query = (("cell", "true"),) if cell else ()
+        return self._send(get(api.SandboxInfo, "sandboxes", sandbox_id, query=query))
 
     def kill_sandbox(self, sandbox_id: str) -> None:
         self._send(delete("sandboxes", sandbox_id))
@@ -410,10 +418,13 @@ class Controller(BranchRoutes, PackCalls):
         snapshot_tag: str,
         per_child_netns: bool = False,
         memory_limit_mib: int | None = None,
+        *,
+        network: NetworkLike | None = None,
         **limits: Unpack[Limits],
     ) -> api.WorkspaceInfo:
         body = drop_unset(name=name, snapshot_tag=snapshot_tag, per_child_netns=per_child_netns)
         body |= drop_unset(memory_limit_mib=memory_limit_mib, **render_options(Limits, limits))
+        body |= drop_unset(network=render_network(network))
         return self._send(post(api.WorkspaceInfo, "workspaces", body=body, takes_s=SPAWN_S))
 
     def suspend_workspace(self, name: str) -> api.WorkspaceInfo:

@@ -23,6 +23,7 @@ from forkd.client.controller import Controller
 from forkd.client.files import Files
 from forkd.client.lifetime import DEFAULT_LIFETIME_S, Lifetime
 from forkd.client.merging import Merging
+from forkd.client.networking import Networking
 from forkd.client.output import Callback
 from forkd.client.processes import Commands, Pty, follow
 from forkd.client.renewal import Renewal
@@ -35,7 +36,7 @@ from forkd.wire.api import PingResponse, SandboxInfo
 EVAL_TIMEOUT_S = 30.0
 
 
-class Sandbox(Merging, Opening, Branching):
+class Sandbox(Merging, Opening, Branching, Networking):
     """Fork one from `tag` (else FORKD_TAG, else "pyagent"). In a `with` block it is killed at the end.
 
     With `spawn=False` the one whose guest_addr is `target` (else FORKD_TARGET) is found instead. `timeout` is for

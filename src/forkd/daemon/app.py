@@ -16,10 +16,10 @@ from forkd.daemon.envelope import Envelope
 from forkd.daemon.errors import CALL, ErrorResponse, MethodNotAllowed
 from forkd.daemon.openapi import render_openapi
 from forkd.daemon.route import Json, Raw, Route, route
-from forkd.daemon.routes import branches, files, guest, packs, processes, sandboxes, snapshots, system
+from forkd.daemon.routes import branches, files, guest, networks, packs, processes, sandboxes, snapshots, system
 from forkd.errors import ForkdError, NotFound
 
-_MODULES: tuple[ModuleType, ...] = (system, snapshots, packs, sandboxes, branches, guest, processes, files)
+_MODULES: tuple[ModuleType, ...] = (system, snapshots, packs, sandboxes, networks, branches, guest, processes, files)
 ROUTES = tuple(each for module in _MODULES for each in vars(module).values() if isinstance(each, Route))
 DOCUMENT = "/openapi.json"
 _ANY = "{}"

@@ -37,6 +37,7 @@ STATUS: Mapping[str, int] = {
     "protocol_error": 502,
     "channel_closed": 502,
     "io": 502,
+    "network_failed": 502,
     "no_capacity": 503,
     "guest_timeout": 504,
     "unsupported": 501,

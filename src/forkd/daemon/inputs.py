@@ -26,6 +26,14 @@ from forkd.model.machine import (
     MIN_MEMORY_MIB,
     Limits,
 )
+from forkd.model.network import (
+    MAX_QUOTA_BYTES,
+    MAX_QUOTA_CONNECTIONS,
+    MAX_RULE_CHARS,
+    MAX_RULES,
+    Network,
+    parse_network,
+)
 from forkd.model.sandbox import MAX_PAIRS, MAX_TIMEOUT_S
 from forkd.runtime.freeze import MAX_WARM_SECONDS
 
@@ -53,24 +61,46 @@ def _parse_flag(text: str) -> bool:
     return text == "true"
 
 
-def _check_digits(text: str) -> str:
+def check_digits(text: str) -> str:
     if not (text.isascii() and text.isdigit() and len(text) < 20):
         raise PydanticCustomError("int", "must be a whole number")
     return text
 
 
+_RULES = {
+    "type": "array",
+    "maxItems": MAX_RULES,
+    "items": {"type": "string", "minLength": 1, "maxLength": MAX_RULE_CHARS},
+}
+_NETWORK = {
+    "anyOf": [
+        {"type": "string", "enum": ["none", "open"]},
+        {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {
+                "mode": {"type": "string", "enum": ["none", "egress", "open"]},
+                "allow": _RULES,
+                "deny": _RULES,
+                "max_bytes": {"type": "integer", "minimum": 1, "maximum": MAX_QUOTA_BYTES},
+                "max_connections": {"type": "integer", "minimum": 1, "maximum": MAX_QUOTA_CONNECTIONS},
+                "group": {"type": "string", "pattern": TAG_PATTERN},
+            },
+        },
+    ]
+}
 _PATH = {"type": "string", "pattern": "^/", "maxLength": 4095}
 
 # Of paths
 SandboxId = Annotated[str, WithJsonSchema({"type": "string", "pattern": TAG_PATTERN})]
 TagInPath = Annotated[str, WithJsonSchema({"type": "string", "pattern": TAG_PATTERN})]
 UploadId = Annotated[str, WithJsonSchema({"type": "string", "pattern": "^[0-9a-f]{24}$"})]
-Pid = Annotated[int, Field(ge=1, le=(1 << 31) - 1), BeforeValidator(_check_digits)]
+Pid = Annotated[int, Field(ge=1, le=(1 << 31) - 1), BeforeValidator(check_digits)]
 
 # Of queries
 Flag = Annotated[bool, PlainValidator(_parse_flag), WithJsonSchema({"type": "boolean"})]
-Limit = Annotated[int, Field(ge=1, le=MAX_LIMIT), BeforeValidator(_check_digits)]
-Number = Annotated[int, Field(ge=0, le=MAX_ID), BeforeValidator(_check_digits)]
+Limit = Annotated[int, Field(ge=1, le=MAX_LIMIT), BeforeValidator(check_digits)]
+Number = Annotated[int, Field(ge=0, le=MAX_ID), BeforeValidator(check_digits)]
 PageToken = Annotated[str, Field(max_length=128)]
 ShortText = Annotated[str, Field(max_length=64)]
 FilePath = Annotated[str, PlainValidator(check_path), WithJsonSchema({**_PATH, "minLength": 1})]
@@ -84,6 +114,7 @@ Pairs = Annotated[
     dict[str, str],
     Field(max_length=MAX_PAIRS, json_schema_extra={"propertyNames": {"pattern": PAIR_PATTERN}}),
 ]
+NetworkField = Annotated[Network, PlainValidator(parse_network), WithJsonSchema(_NETWORK)]
 ExecSeconds = Annotated[float, Field(gt=0, le=MAX_EXEC_S, allow_inf_nan=False)]
 Deadline = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)]
 
@@ -103,6 +134,7 @@ class LimitedBody(Body):
 
 
 class ChildrenBody(LimitedBody):
+    network: NetworkField | None = None
     timeout_secs: Deadline | None = None
     on_timeout: Literal["kill", "pause"] = "kill"
     env: Env = Field(default_factory=dict)
@@ -133,6 +165,7 @@ class SnapshotBody(Body):
     warm_command: str | None = None
     warm_timeout_secs: float = Field(300.0, gt=0, le=MAX_WARM_SECONDS, allow_inf_nan=False)
     rehearse: str | None = None
+    network: NetworkField | None = None
     replace: bool = False
     wait: bool = False
     kernel: str | None = None
@@ -220,6 +253,7 @@ class DeriveBody(Body):
     args: list[str] | None = None
     shell: str | None = None
     code: str | None = None
+    network: NetworkField | None = None
     timeout_secs: float = Field(600.0, gt=0, le=MAX_WARM_SECONDS, allow_inf_nan=False)
 
 
@@ -255,6 +289,7 @@ class RenameBody(Body):
 class WorkspaceBody(LimitedBody):
     name: Tag
     snapshot_tag: Tag
+    network: NetworkField | None = None
     per_child_netns: bool = False
 
 

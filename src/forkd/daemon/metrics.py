@@ -37,6 +37,15 @@ class Metrics:
         self.template_bytes = Gauge("forkd_template_memory_bytes", "Memory that templates hold", registry=registry)
         self.templates_made = Counter("forkd_templates_made", "Templates that were made", registry=registry)
         self.templates_failed = Counter("forkd_templates_failed", "Templates that failed", registry=registry)
+        self.networks = Gauge("forkd_networks", "VMs that have a network", registry=registry)
+        self.network_refused = Counter(
+            "forkd_network_refused", "Connections and names that were refused, by reason", ["reason"], registry=registry
+        )
+        self.network_bytes = Counter(
+            "forkd_network_bytes", "Bytes of sandboxes, by direction", ["direction"], registry=registry
+        )
+        for direction in ("in", "out"):
+            self.network_bytes.labels(direction)
         self.errors = Counter("forkd_errors", "Answers that are errors, by code", ["code"], registry=registry)
         self.audit_failures = Counter(
             "forkd_audit_failures", "Requests the audit log could not take", registry=registry
@@ -53,8 +62,9 @@ class Metrics:
 
     def count_up(self, counter: Counter, total: int) -> None:
         """Follow a total that is counted elsewhere."""
-        counter.inc(total - self._counted.get(counter, 0))
-        self._counted[counter] = total
+        # A sandbox that could not be asked this time is counted the next.
+        counter.inc(max(0, total - self._counted.get(counter, 0)))
+        self._counted[counter] = max(total, self._counted.get(counter, 0))
 
     def render(self, look: Callable[[Metrics], None]) -> bytes:
         """`look` sets the gauges to the present values."""

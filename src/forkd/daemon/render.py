@@ -15,9 +15,13 @@ from forkd.engines.base import Phases
 from forkd.guest.changes import Change, Clocks
 from forkd.guest.files import FileInfo as GuestFile
 from forkd.guest.results import CommandResult, EvalResult
+from forkd.host.cell import Cell
+from forkd.model.network import Network
 from forkd.runtime.checkpoints import Checkpoint
 from forkd.runtime.database import flatten
 from forkd.runtime.events import EventRecord
+from forkd.runtime.exposed import Exposed
+from forkd.runtime.networks import NetworkView, parse_ports
 from forkd.runtime.origin import TemplateView
 from forkd.runtime.processes import Exit, GuestProcess
 from forkd.runtime.registry import SandboxRecord
@@ -25,12 +29,16 @@ from forkd.runtime.snapshot_view import SnapshotDetail, SnapshotView
 from forkd.runtime.spawn import Spawned
 from forkd.runtime.workspaces import WorkspaceRecord
 from forkd.wire.api import (
+    CellInfo,
     ChangesHead,
     CheckpointInfo,
     Event,
     FileInfo,
     LineageSandbox,
     LineageSnapshot,
+    NetworkInfo,
+    NetworkUsage,
+    PortInfo,
     ProcessInfo,
     SandboxInfo,
     SnapshotInfo,
@@ -44,15 +52,35 @@ T = TypeVar("T")
 D = TypeVar("D", bound=Mapping[str, object])
 
 
-def render_sandbox(record: SandboxRecord) -> SandboxInfo:
-    other = {
+def render_sandbox(record: SandboxRecord, seen: NetworkView | None = None, cell: Cell | None = None) -> SandboxInfo:
+    """`seen`: what its network is doing; `cell`: what keeps its process in."""
+    network = render_network(record.network)
+    if seen is not None:
+        network["usage"] = _render_same(NetworkUsage, seen.usage)
+        network["address"] = seen.address
+    other: dict[str, object] = {
+        "network": network,
+        "ports": [render_port(each) for each in parse_ports(record)],
         "netns": None,
         "guest_addr": f"127.0.0.1:{record.agent_port}",
         "created_at_unix": int(record.created_at_unix),
         "has_branched": record.branch_count > 0,
         "last_branch_memory_path": None,
     }
-    return _render_same(SandboxInfo, record, **flatten(record) | other)
+    info = _render_same(SandboxInfo, record, **flatten(record) | other)
+    if cell is not None:
+        lists = {"namespaces": list(cell.namespaces), "lacks": list(cell.lacks)}
+        info["cell"] = _render_same(CellInfo, cell, **lists)
+    return info
+
+
+def render_network(network: Network) -> NetworkInfo:
+    lists = {"allow": list(network.allow), "deny": list(network.deny)}
+    return _render_same(NetworkInfo, network, mode=network.mode.value, **lists)
+
+
+def render_port(exposed: Exposed) -> PortInfo:
+    return _render_same(PortInfo, exposed)
 
 
 def _render_same(kind: Callable[..., T], record: object, **other: object) -> T:
@@ -103,6 +131,7 @@ def render_snapshot(view: SnapshotView) -> SnapshotInfo:
             "cpu_template": machine.cpu_template,
             "warm": view.manifest.warm,
             "rehearsal": view.manifest.rehearsal,
+            "network": render_network(view.manifest.network),
         }
     return cast(SnapshotInfo, info | {key: value for key, value in more.items() if value is not None})
 

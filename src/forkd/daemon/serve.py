@@ -25,10 +25,15 @@ from forkd.daemon.logs import set_up_logs
 from forkd.daemon.metrics import Metrics
 from forkd.daemon.settings import Settings
 from forkd.daemon.tokens import Keyring, read_token_file
+from forkd.engines.base import Opening
 from forkd.host.cgroup import LIMITS, find_lack, find_place
+from forkd.host.id_maps import UserRange
 from forkd.host.paths import Home
 from forkd.host.system import allow_open_files, most_open_files
 from forkd.image import ImageStore
+from forkd.network.fake import FakeNetworks
+from forkd.network.lease import NetworkOptions, OpenNetworks
+from forkd.network.networks import Networks
 from forkd.runtime.doctor import open_engine
 from forkd.runtime.lineage import LineagePolicy
 from forkd.runtime.origin import TemplatePolicy
@@ -82,7 +87,8 @@ async def _serve(home: Home, settings: Settings, stop: Stop) -> None:
     metrics = Metrics()
     path = settings.audit_log
     audit = None if path is None else AuditLog(path, on_failure=metrics.audit_failures.inc)
-    engine = open_engine(settings.engine, outlive=True)
+    users = None if settings.vm_ids is None else UserRange(*settings.vm_ids)
+    engine = open_engine(settings.engine, Opening(outlive=True, cell=settings.cell, users=users))
     if settings.unenforced_limits == "drop" and (lack := find_lack(find_place(), *LIMITS)):
         log.warning("Sandboxes run without limits that cannot be enforced: %s", lack.reason)
     templates = TemplatePolicy(settings.templates, settings.template_memory_mib)
@@ -95,7 +101,12 @@ async def _serve(home: Home, settings: Settings, stop: Stop) -> None:
         settings.max_token_memory_mib,
     )
     options = RuntimeOptions(
-        settings.on_stop, settings.unenforced_limits, templates, lineage, settings.branch_concurrency
+        settings.on_stop,
+        settings.unenforced_limits,
+        templates,
+        lineage,
+        settings.branch_concurrency,
+        find_networks(settings, engine.name),
     )
     async with Runtime.opened(home, engine, options) as runtime:
         only_loopback = settings.bind is None or settings.bind.loopback
@@ -107,6 +118,16 @@ async def _serve(home: Home, settings: Settings, stop: Stop) -> None:
         finally:
             if audit is not None:
                 audit.close()
+
+
+def find_networks(settings: Settings, engine: str) -> OpenNetworks | None:
+    """What opens the networks of this daemon's sandboxes; None: they have none."""
+    if settings.network == "off":
+        return None
+    if engine == "fake":
+        return FakeNetworks.opened
+    options = NetworkOptions(settings.network_uplink, settings.network_pool, settings.network_resolvers)
+    return lambda directory, on_refused: Networks.opened(directory, options, on_refused)
 
 
 async def _run(app: ASGIApp, daemon: Daemon, settings: Settings, stop: Stop) -> None:

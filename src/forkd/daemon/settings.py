@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 from forkd.engines.table import ENGINES
 from forkd.errors import InvalidInput
 from forkd.host.paths import Home
+from forkd.host.user_ids import BLOCK
+from forkd.network.lease import DEFAULT_POOL
 from forkd.runtime.branches import DEFAULT_AT_ONCE
 from forkd.runtime.doctor import AUTO
 from forkd.runtime.lineage import DEFAULT_LINEAGE_POLICY
@@ -88,6 +90,27 @@ def _parse_seconds(text: str) -> float:
         if 0 <= (seconds := float(text)) <= _MAX_IDLE_S:
             return seconds
     raise ValueError("must be a number of seconds from 0 (never) to a year")
+
+
+def _parse_resolvers(text: str) -> tuple[str, ...] | None:
+    if text == NONE:
+        return None
+    try:
+        return tuple(str(ipaddress.IPv4Address(each.strip())) for each in text.split(","))
+    except ValueError:
+        raise ValueError("must be IPv4 addresses with commas between them, or none") from None
+
+
+def _parse_ids(text: str) -> tuple[int, int] | None:
+    """The first user id, and how many."""
+    if text == NONE:
+        return None
+    base, _, count = text.partition(":")
+    if all(each.isascii() and each.isdigit() and len(each) <= 10 for each in (base, count)):
+        first, many = int(base), int(count)
+        if first >= 1000 and many >= BLOCK and first + many < 2**32 - 1:
+            return first, many
+    raise ValueError(f"must be BASE:COUNT, such as 1000000:65536, a base of at least 1000 and {BLOCK} ids; or none")
 
 
 def _number(most: int, default: int, help: str, metavar: str, *, least: int = 0) -> Option:
@@ -170,6 +193,23 @@ class Settings:
     ]
     max_token_memory_mib: Annotated[
         int, _number(1 << 30, DEFAULT_LINEAGE_POLICY.token_memory_mib, "memory that only they hold; 0: any", "MIB")
+    ]
+
+    network: Annotated[Literal["on", "off"], _choice("on", "whether sandboxes may have a network", "on", "off")]
+    network_uplink: Annotated[
+        Literal["auto", "veth", "pasta"], _choice("auto", "how their packets leave this host", "auto", "veth", "pasta")
+    ]
+    network_pool: Annotated[int, _number(1024, DEFAULT_POOL, "networks that are kept ready", "N")]
+    network_resolvers: Annotated[
+        tuple[str, ...] | None,
+        Option(_parse_resolvers, NONE, "name servers for them; none: those of /etc/resolv.conf", "ADDRESS,..."),
+    ]
+    cell: Annotated[
+        Literal["required", "best-effort"],
+        _choice("required", "what a VM gets that cannot be confined in full", "required", "best-effort"),
+    ]
+    vm_ids: Annotated[
+        tuple[int, int] | None, Option(_parse_ids, NONE, "user ids for VMs, each its own; none: chosen", "BASE:COUNT")
     ]
 
     def __post_init__(self) -> None:

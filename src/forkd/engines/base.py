@@ -22,7 +22,9 @@ tests/engines runs the same tests over all rows of the table. What they hold an 
    and what was found.
 10. A VM that was saved is paused as before: it can go on, be forked, adopted and saved again. What was saved and its
     memory at that time are one instant. A host that cannot save says so with Unsupported; `fork` of a layer too.
-11. Errors are EngineFailed, GuestDied, GuestTimeout, NotForkable, SnapshotIncompatible or Unsupported (errors.py). What
+11. A VM has the network interface it was given and no other: what is sent there leaves by its tap alone. Without one
+    nothing leaves it, and nothing of its source's comes to a fork. A snapshot made without is `nic`-less for good.
+12. Errors are EngineFailed, GuestDied, GuestTimeout, NotForkable, SnapshotIncompatible or Unsupported (errors.py). What
     the VMM printed goes into `details`.
 """
 
@@ -37,10 +39,12 @@ import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from forkd.errors import SnapshotIncompatible, Unsupported
+from forkd.host.cell import Cell
 from forkd.host.finding import Finding, Status
+from forkd.host.id_maps import UserRange
 from forkd.host.marked import Marked
 from forkd.host.pages import LiveMemory
 from forkd.model.machine import NO_LIMITS, Limits, MachineSpec
@@ -92,6 +96,19 @@ class Frozen:
     @property
     def memory_file(self) -> Path:
         return self.memory or self.directory / MEMORY_FILE
+
+
+@dataclass(frozen=True)
+class Nic:
+    """The host's end of a VM's network interface: a tap in a network namespace that the VM has for itself.
+
+    `tap`: a descriptor of it, which the engine duplicates; it stays the caller's. `namespace`: a path that another
+    process of ours can open, for engines that take a tap by its name.
+    """
+
+    tap: int
+    tap_name: str
+    namespace: str
 
 
 @dataclass(frozen=True)
@@ -158,6 +175,18 @@ class Verdict:
     lack: str | None = None
 
 
+CellWish = Literal["required", "best-effort"]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How an engine is opened. None: as it thinks best."""
+
+    outlive: bool = False  # forks go on when we end
+    cell: CellWish | None = None  # whether a VM must be confined
+    users: UserRange | None = None  # whom VMs run as, for root
+
+
 @dataclass(frozen=True)
 class Entry:
     """What the table knows about an engine."""
@@ -165,7 +194,7 @@ class Entry:
     name: str
     checks: tuple[str, ...]  # those of host/probe.py that it depends on
     judge: Callable[[Findings, bool], Verdict]  # pure; of those checks, and whether it was asked for by name
-    open: Callable[[str | None, bool], Engine]  # with the verdict's accelerator and `outlive`; may raise HostLacks
+    open: Callable[[str | None, Opening], Engine]  # with the verdict's accelerator; may raise HostLacks
     runs_vms: bool = True
 
 
@@ -188,6 +217,10 @@ class Machine(Protocol):
     @property
     def paused(self) -> bool: ...
 
+    @property
+    def cell(self) -> Cell | None:
+        """What keeps its process in, as the kernel says; None: it ended before anybody looked."""
+
     async def connect(self) -> socket.socket:
         """A stream to the agent, served once the one before is closed. Raises GuestDied, EngineFailed.
 
@@ -200,6 +233,15 @@ class Machine(Protocol):
     async def pause(self) -> None: ...
 
     async def resume(self) -> None: ...
+
+    async def plug(self, nic: Nic | None) -> None:
+        """Give it another network interface while it runs (or is paused), or take it away.
+
+        What the guest makes of it its agent has to be told. Raises Unsupported where the engine or the VM cannot.
+        """
+
+    def find_tap(self) -> int | None:
+        """A descriptor of our own for the tap that its VMM has open; the caller closes it. None: it has none."""
 
     async def kill(self) -> None:
         """End it and release all it held. Safe to repeat, cannot be cancelled half-way."""
@@ -214,8 +256,10 @@ class Machine(Protocol):
 class Engine(Protocol):
     name: str
     isolation: str
+    opens_taps: bool  # by their names, with a header before each packet; else it takes descriptors
+    streams_go_on: bool  # of a source's agent, in its forks; else a fork waits for another one, as after a freeze
 
-    async def boot(self, spec: BootSpec, directory: Path, memory_in: Path) -> Machine:
+    async def boot(self, spec: BootSpec, directory: Path, memory_in: Path, nic: Nic | None = None) -> Machine:
         """Start a VM from its kernel; files of its memory are made in `memory_in`."""
 
     async def freeze(self, machine: Machine, into: Path) -> Mapping[str, str]:
@@ -224,8 +268,16 @@ class Engine(Protocol):
     def check(self, frozen: Frozen) -> None:
         """Raise SnapshotIncompatible when this host cannot run what was frozen elsewhere."""
 
-    async def fork(self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
-        """Start one child. The caller bounds how many start at once. Raises Unsupported for a limit that cannot be."""
+    async def fork(
+        self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS, nic: Nic | None = None
+    ) -> Machine:
+        """Start one child. The caller bounds how many start at once.
+
+        Raises Unsupported for a limit that cannot be, and for a network interface of a VM that was made without.
+        """
+
+    def check_nic(self, frozen: Frozen) -> None:
+        """Raise Unsupported when its VMs can have no network interface, before one is made for them."""
 
     def why_no_live_forks(self) -> str | None:
         """Why `template` and `fork_live` raise Unsupported on this host; None where they work."""
@@ -242,16 +294,17 @@ class Engine(Protocol):
         directory: Path,
         limits: Limits = NO_LIMITS,
         *,
+        nic: Nic | None = None,
         settled: bool = False,
         paused: bool = False,
     ) -> Machine:
         """A new VM at the same instant of memory and disk as a live one, which goes on (or stays paused).
 
-        The fork goes on in the stream of its source's agent, with us at the other end. `settled`: of a paused source
-        whose agent prepared for a freeze, so that nothing is under way in that stream. Otherwise a frame may be half
-        sent, and the first thing to send is `wire.agent.padding()`, which completes it; where the source had no client
-        just then, a hello, which is repeated. `paused`: the fork does not run yet. Raises NotForkable, and the source
-        is as it was; Unsupported where the engine cannot.
+        Where `streams_go_on`, the fork goes on in the stream of its source's agent, with us at the other end.
+        `settled`: of a paused source whose agent prepared for a freeze, so that nothing is under way in that stream.
+        Otherwise a frame may be half sent, and the first thing to send is `wire.agent.padding()`, which completes it;
+        where the source had no client just then, a hello, which is repeated. `paused`: the fork does not run yet.
+        Raises NotForkable, and the source is as it was; Unsupported where the engine cannot.
         """
 
     async def save(self, machine: Machine, into: Path) -> Saved:

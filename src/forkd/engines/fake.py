@@ -24,6 +24,7 @@ from forkd.engines.base import (
     Findings,
     Frozen,
     Machine,
+    Nic,
     Phases,
     Saved,
     Verdict,
@@ -46,11 +47,13 @@ from forkd.errors import EngineFailed
 from forkd.host.cgroup import find_group
 from forkd.host.marked import Marked, is_stopped, kill_marked, render_environment
 from forkd.host.process import ExitStatus, children_of, spawn
+from forkd.host.tap import take_tap
 from forkd.host.threads import in_thread
 from forkd.model.machine import NO_LIMITS, Limits
 from forkd.wire.agent import EVAL, MORE, REPLY, Joiner, Parser, WireError, encode_message
 
 _JOURNAL = "journal"
+_TAP = "tap"  # stands for the descriptor that a VMM would hold
 _READ_BYTES = 64 * 1024
 _REPLAY_DEADLINE_S = 60.0
 _STOP_DEADLINE_S = 10.0
@@ -67,6 +70,8 @@ rehearse(int(listener), root, journal)
 
 
 class FakeMachine(ProcessMachine):
+    _tap: int | None = None
+
     def replay(self, past: list[bytes], client: socket.socket) -> None:
         """Takes the client over; it may be cancelled before it begins."""
         self._begin(_replay(past, client, self.phases)).add_done_callback(lambda _: client.close())
@@ -85,6 +90,36 @@ class FakeMachine(ProcessMachine):
     async def resume(self) -> None:
         self._process.send_signal(signal.SIGCONT)
         self._paused = False
+
+    async def plug(self, nic: Nic | None) -> None:
+        """As far as we know: the process keeps what it was started with."""
+        await self.running()
+        self._close_tap()
+        if nic is None:
+            (self._directory / _TAP).unlink(missing_ok=True)
+        else:
+            self._tap = os.dup(nic.tap)
+            (self._directory / _TAP).write_text(nic.tap_name)
+
+    def find_tap(self) -> int | None:
+        """The file stands in for a descriptor that is no tap, as networks that are fake give it."""
+        place = self._directory / _TAP
+        if not place.exists():
+            return None
+        try:
+            found = take_tap(self.pid) if self._tap is None else os.dup(self._tap)
+            return os.open(place, os.O_RDONLY | os.O_CLOEXEC) if found is None else found
+        except OSError as error:
+            raise EngineFailed(f"The process of {self._directory.name} cannot be looked at") from error
+
+    def _close_tap(self) -> None:
+        if self._tap is not None:
+            os.close(self._tap)
+            self._tap = None
+
+    async def release(self) -> None:
+        await super().release()
+        self._close_tap()
 
     async def save(self, into: Path) -> None:
         if not self._paused:
@@ -107,6 +142,7 @@ class FakeMachine(ProcessMachine):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         await super()._end_process()
+        self._close_tap()
         # What it had started may have another parent by now, or be about to end; only the mark tells whose it is.
         await in_thread(lambda: kill_marked(self._directory))
 
@@ -119,14 +155,16 @@ class FakeMachine(ProcessMachine):
 class FakeEngine(WithoutLiveForks):
     name = "fake"
     isolation = "none"
+    opens_taps = False
+    streams_go_on = True
 
     def __init__(self, *, outlive: bool = False) -> None:
         """`outlive`: forks go on when we end."""
         self._outlive = outlive
 
-    async def boot(self, spec: BootSpec, directory: Path, memory_in: Path) -> Machine:
+    async def boot(self, spec: BootSpec, directory: Path, memory_in: Path, nic: Nic | None = None) -> Machine:
         refuse_cpu_template(spec.machine, self.name)
-        return self._start(directory, [], NO_LIMITS, outlive=False)
+        return self._start(directory, [], NO_LIMITS, nic, outlive=False)
 
     async def freeze(self, machine: Machine, into: Path) -> Mapping[str, str]:
         assert isinstance(machine, FakeMachine)
@@ -145,9 +183,14 @@ class FakeEngine(WithoutLiveForks):
     def check(self, frozen: Frozen) -> None:
         check_same("python", frozen.platform.get("python"), _platform()["python"])
 
-    async def fork(self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
+    def check_nic(self, frozen: Frozen) -> None:
+        pass
+
+    async def fork(
+        self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS, nic: Nic | None = None
+    ) -> Machine:
         past = parse_journal((frozen.directory / _JOURNAL).read_bytes())
-        return self._start(directory, past, limits, outlive=self._outlive)
+        return self._start(directory, past, limits, nic, outlive=self._outlive)
 
     async def adopt(self, directory: Path, leader: Marked | None = None) -> Machine:
         async with found_process(directory, leader) as process:
@@ -156,7 +199,9 @@ class FakeEngine(WithoutLiveForks):
             phases = Phases(time.monotonic())
             return FakeMachine(directory, process, phases, channel=channel, group=group, paused=paused)
 
-    def _start(self, directory: Path, past: list[bytes], limits: Limits, *, outlive: bool) -> FakeMachine:
+    def _start(
+        self, directory: Path, past: list[bytes], limits: Limits, nic: Nic | None, *, outlive: bool
+    ) -> FakeMachine:
         phases = Phases(time.monotonic())
         files = [Path(sys.executable)]  # all that a fake guest reads of a disk, and it need not
         with (
@@ -164,6 +209,8 @@ class FakeEngine(WithoutLiveForks):
             grouped(directory, limits, files) as group,
             contextlib.ExitStack() as on_failure,
         ):
+            if nic is not None:
+                (directory / _TAP).write_text(nic.tap_name)
             with listening_socket(directory / AGENT_SOCKET) as listener:
                 # The agent serves one client after the other: first who replays the past, then who has the channel.
                 client = on_failure.enter_context(connected_socket(directory / AGENT_SOCKET)) if past else None
@@ -172,7 +219,7 @@ class FakeEngine(WithoutLiveForks):
                     render_command(listener.fileno(), directory),
                     output=directory / CONSOLE,
                     env=render_environment(directory),
-                    inherited_fds=[listener.fileno()],
+                    inherited_fds=[listener.fileno(), *([] if nic is None else [nic.tap])],
                     outlive=outlive,
                     group=group,
                 )
@@ -239,4 +286,4 @@ def judge(found: Findings, asked: bool) -> Verdict:
     return Verdict("; it is for tests and runs no VM", None, "none")
 
 
-ENTRY = Entry("fake", (), judge, lambda _, outlive: FakeEngine(outlive=outlive), runs_vms=False)
+ENTRY = Entry("fake", (), judge, lambda _, opening: FakeEngine(outlive=opening.outlive), runs_vms=False)

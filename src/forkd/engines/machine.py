@@ -6,20 +6,26 @@ import asyncio
 import errno
 import os
 import shutil
+import signal
 import socket
 import stat
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from forkd.engines.base import Death, ExitReason, Phases, tail_of
-from forkd.errors import EngineFailed, GuestDied
+from forkd.engines.base import Death, ExitReason, Nic, Phases, tail_of
+from forkd.errors import EngineFailed, GuestDied, Unsupported
+from forkd.host.cell import Cell, read_cell
 from forkd.host.cgroup import Group, Place, find_place, make_group
 from forkd.host.marked import Marked, find_marked
 from forkd.host.process import SHORTAGES, ExitStatus, WatchedProcess, take_over
 from forkd.host.threads import in_thread
+from forkd.host.user_ids import Lineage, UserIds
 from forkd.model.machine import NO_LIMITS, Limits
+
+if TYPE_CHECKING:
+    from forkd.engines.fork_thread import ForkThread
 
 CONSOLE = "console.log"
 _DEATH_DEADLINE_S = 1.0
@@ -82,7 +88,12 @@ async def connect_to(path: Path) -> socket.socket:
 
 
 class ProcessMachine:
-    """Owns the process, its group, the channel until it is taken and the directory; `kill` or `release` ends that."""
+    """Owns the process, its group, the channel until it is taken and the directory; `kill` or `release` ends that.
+
+    `filters`: how many of seccomp make a whole cell.
+    """
+
+    filters = 2  # the VMM's own, and our allow-list
 
     def __init__(
         self,
@@ -102,7 +113,12 @@ class ProcessMachine:
         self._group = group
         self._paused = paused
         self._killed = False
+        self._users: UserIds | None = None
+        self._lineage: Lineage = ()
+        self._cell: Cell | None = None
         self._starting: asyncio.Task[None] | None = None
+        self.forking = asyncio.Lock()
+        self.fork_thread: ForkThread | None = None
         process.exited.add_done_callback(self._on_exit)
 
     @property
@@ -116,6 +132,27 @@ class ProcessMachine:
     @property
     def paused(self) -> bool:
         return self._paused
+
+    @property
+    def cell(self) -> Cell | None:
+        """What keeps its process in; None: it ended before anybody looked."""
+        cgroup = str(self._group.path) if self._group else None
+        seen = read_cell(self.pid, cgroup=cgroup, filters=self.filters)
+        self._cell = seen or self._cell
+        return self._cell
+
+    @property
+    def lineage(self) -> Lineage:
+        return self._lineage
+
+    def keep_users(self, users: UserIds, lineage: Lineage) -> None:
+        """Takes over user ids that are held for it; they are given back when it has ended."""
+        self._users, self._lineage = users, lineage
+
+    def _release_users(self) -> None:
+        if self._users is not None:
+            self._users.release(self._lineage)
+            self._users = None
 
     async def running(self) -> None:
         if self._starting is not None:
@@ -137,6 +174,13 @@ class ProcessMachine:
     async def _reach_agent(self) -> socket.socket:
         return await connect_to(self._directory / AGENT_SOCKET)
 
+    async def plug(self, nic: Nic | None) -> None:
+        if nic is not None:
+            raise Unsupported("This engine cannot give a running VM a network")
+
+    def find_tap(self) -> int | None:
+        return None
+
     async def kill(self) -> None:
         self._killed = True
         ending = asyncio.ensure_future(self._end())
@@ -150,20 +194,39 @@ class ProcessMachine:
             raise asyncio.CancelledError
         ending.result()
 
+    @asynccontextmanager
+    async def _commanded(self) -> AsyncIterator[None]:
+        """While no fork is made of it, and it is not kept at rest for one."""
+        await self.running()
+        async with self.forking:
+            if self.fork_thread is not None:
+                await self.fork_thread.let_go()
+            yield
+
+    async def _close_fork_thread(self) -> None:
+        if self.fork_thread is not None:
+            thread, self.fork_thread = self.fork_thread, None
+            await thread.close()
+
     async def _end(self) -> None:
         self._give_up_start()
         await self._end_process()
         self._close_channel()
         if self._group is not None:
             await in_thread(self._group.remove)
+        self._release_users()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     async def _end_process(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+        # As long as a tracer has not looked at a dead process, that is not over.
+        await self._close_fork_thread()
         await self._process.kill()
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
 
     async def release(self) -> None:
+        await self._close_fork_thread()
         self._process.release()
         self._close_channel()
         self._give_up_start()

@@ -111,6 +111,13 @@ class Agent(FileCalls, ArchiveCalls, ChangeCalls):
         if abs(get_int(answer, "realtime_ns") - time.time_ns()) > CLOCK_TOLERANCE_NS:
             raise ProtocolError("The guest did not set its clock")
 
+    async def set_network(self, up: bool, *, deadline_s: float = CALL_S) -> int:
+        """Have the guest use its network, or not any more. How many connections that ended."""
+        answer = await self.call({"op": "set_network", "up": up}, "change its network", deadline_s)
+        if answer.get("up") is not up:
+            raise ProtocolError("The guest did not change its network")
+        return get_int(answer, "reset")
+
     async def prepare_freeze(self, *, deadline_s: float = FREEZE_S) -> None:
         """Returns when nothing of the agent's is under way and the VM may be frozen."""
         await self.call({"op": "prepare_freeze"}, "prepare for the freeze", deadline_s)

@@ -17,10 +17,12 @@ from forkd.wire.agent import BECOME, CLOCK, encode_clock, pack_become
 
 # In the order the guest takes them.
 REQUIRED_STEPS = ("entropy", "hostname", "machine_id", "environment", "interpreter", "scripts", "clock")
+NETWORK_STEP = "network"  # older agents have none: it is only missed where a network was asked for
 HOOKS_S = 10.0
 BECOME_S = 30.0
 _MAX_CLOCK_QUESTIONS = 4
 _WHY_LIMIT = 8_000
+_ADDRESS_CHARS = 45
 
 
 @dataclass(frozen=True)
@@ -36,20 +38,30 @@ class ForkProof:
     numpy: str | None
     hooks: int
     scripts: int
+    network: bool = False
+    connections_reset: int = 0  # which the fork would have had in common with where it comes from
 
 
 async def become(
-    agent: Agent, identity: Identity, *, hooks_s: float = HOOKS_S, deadline_s: float = BECOME_S
+    agent: Agent,
+    identity: Identity,
+    network: bool = False,
+    *,
+    hooks_s: float = HOOKS_S,
+    deadline_s: float = BECOME_S,
 ) -> ForkProof:
-    """Raises ContractBroken, or any error of the channel: in all cases the clone must not live."""
+    """Raises ContractBroken, or any error of the channel: in all cases the clone must not live.
+
+    `network`: whether it is to have one. Its connections of before are reset.
+    """
     nonce = secrets.token_hex(16)
-    request = render_request(identity, agent.session, nonce, hooks_s)
+    request = render_request(identity, agent.session, nonce, hooks_s, network)
     exchange = _Becoming(agent.channel, request, deadline_s)
     answer = await exchange.answer_json()
-    return verify(answer, identity, nonce, exchange.asked_ns, time.time_ns())
+    return verify(answer, identity, nonce, exchange.asked_ns, time.time_ns(), network)
 
 
-def render_request(identity: Identity, session: str, nonce: str, hooks_s: float) -> bytes:
+def render_request(identity: Identity, session: str, nonce: str, hooks_s: float, network: bool = False) -> bytes:
     fields = {
         "session": session,
         "sandbox_id": identity.sandbox_id,
@@ -58,11 +70,14 @@ def render_request(identity: Identity, session: str, nonce: str, hooks_s: float)
         "entropy": identity.entropy.hex(),
         "nonce": nonce,
     }
-    return pack_become(fields, dict(identity.env), round(hooks_s * 1000))
+    return pack_become(fields, dict(identity.env), round(hooks_s * 1000), network)
 
 
-def verify(answer: dict[str, Any], identity: Identity, nonce: str, asked_ns: int, now_ns: int) -> ForkProof:
+def verify(
+    answer: dict[str, Any], identity: Identity, nonce: str, asked_ns: int, now_ns: int, network: bool = False
+) -> ForkProof:
     """Every required step, with evidence that fits. `asked_ns`: when the guest last asked for the time."""
+    reset = _check_network(answer, network)
     steps = _get_steps(answer)
     entropy, interpreter, clock = steps["entropy"], steps["interpreter"], steps["clock"]
     _require_equal("hostname", steps["hostname"].get("value"), identity.hostname)
@@ -80,6 +95,8 @@ def verify(answer: dict[str, Any], identity: Identity, nonce: str, asked_ns: int
             numpy=None if interpreter.get("numpy") is None else _get_fingerprint(interpreter, "numpy"),
             hooks=get_int(interpreter, "hooks"),
             scripts=get_int(steps["scripts"], "ran"),
+            network=network,
+            connections_reset=reset,
         )
     except ProtocolError as error:
         raise ContractBroken("A fork gave evidence that cannot be read") from error
@@ -109,6 +126,28 @@ def _get_steps(answer: dict[str, Any]) -> dict[str, dict[str, Any]]:
             )
         steps[name] = step
     return steps
+
+
+def _check_network(answer: dict[str, Any], wanted: bool) -> int:
+    """How many connections were reset. First of all: an older agent fails in other steps, too."""
+    steps = answer.get("steps")
+    step = steps.get(NETWORK_STEP) if isinstance(steps, dict) else None
+    if step is None and not wanted:
+        return 0
+    if not isinstance(step, dict) or step.get("ok") is not True:
+        why = step.get("error") if isinstance(step, dict) else None
+        raise ContractBroken(
+            "A fork broke the contract at step network: it has no network interface that it could use",
+            hint="Make the image and the snapshot again: forkd image build, forkd snapshot create",
+            details=why[-_WHY_LIMIT:] if isinstance(why, str) else None,
+        )
+    _require_equal(NETWORK_STEP, step.get("up"), wanted)
+    try:
+        if wanted:
+            get_text(step, "address", _ADDRESS_CHARS)
+        return get_int(step, "reset")
+    except ProtocolError as error:
+        raise ContractBroken("A fork gave evidence that cannot be read") from error
 
 
 def _require_equal(step: str, seen: object, wanted: object) -> None:

@@ -292,13 +292,24 @@ def _is_populated(group: Path) -> bool:
 def _remove_tree(group: Path) -> bool:
     """Including groups that a VMM made in it. False: the kernel still holds one."""
     try:
-        for path, _, _ in os.walk(group, topdown=False):
+        group.rmdir()  # as a rule it has none; and to look for them takes a descriptor, of which there may be no more
+        return True
+    except FileNotFoundError:
+        return True  # another forkd removes it too
+    except OSError:
+        pass
+    try:
+        for path, _, _ in os.walk(group, topdown=False, onerror=_raise):
             Path(path).rmdir()
     except FileNotFoundError:
-        pass  # another forkd removes it too
+        pass
     except OSError:
         return False
     return True
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _read_table(path: Path) -> dict[str, int]:

@@ -11,6 +11,10 @@ import signal
 POINTS = (
     "spawn.begun",  # admitted, nothing recorded
     "spawn.reserved",  # the rows are there, no VM is
+    "network.leased",  # a first network is taken, no VM has it
+    "network.recorded",  # the row says what a running sandbox is to have, nothing is done
+    "network.plugged",  # its VM has the interface, the guest was not told
+    "port.recorded",  # the row has the way in, nobody listens
     "spawn.started",  # a first VM process exists
     "spawn.forked",  # all VMs run, the rows still say starting
     "spawn.committed",  # the rows say running, nobody was told
@@ -18,6 +22,10 @@ POINTS = (
     "fork.cloned",  # a child exists that has not been taken over
     "fork.completed",  # it has all its own, and is still held
     "fork.let_go",  # it runs, nobody knows of it
+    "hub.uplink",  # rules and forwarding in the daemon's own network, no sandbox has one
+    "hub.leased",  # the hub has given a network out, nobody has it
+    "hub.changed",  # other rules are in force, nobody was told
+    "hub.released",
     "template.started",  # its VMM runs, nobody has talked to it
     "template.rehearsed",
     "template.ready",  # it stands still, nobody knows of it

@@ -4,8 +4,9 @@ The mark is there from the first instruction of the program to the last and is i
 left can be found without a record of them.
 
 Everybody can put anything into the environment of a process of theirs. So a mark counts only when it is written as we
-write it, and when the process is one that we may have started: all its user ids are ours, and it can never gain
-privileges. Without the latter, a set-user-id program that another user started with a mark would look like ours.
+write it, and when the process is one that we may have started: all its user ids are ours or, where we are root, one of
+those that only VMs have; and it can never gain privileges. Without the latter, a set-user-id program that another user
+started with a mark would look like ours.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from forkd.errors import EngineFailed
 from forkd.host.process import KILL_DEADLINE_S
 from forkd.host.system import read_stat, start_time_ticks
+from forkd.host.user_ids import is_of_a_vm
 
 MARK = "FORKD_VM"
 # A VM process sees only this of our environment, which may hold secrets.
@@ -187,7 +189,11 @@ def _is_ours(pid: int) -> bool:
 def _has_our_user(status: Mapping[str, str]) -> bool:
     """The owner of /proc/<pid> does not tell: it is root for each process that must not be looked into."""
     # Real, effective, saved, of the file system.
-    return {int(uid) for uid in status.get("Uid", "").split()} == {os.geteuid()}
+    users = {int(uid) for uid in status.get("Uid", "").split()}
+    if len(users) != 1:
+        return False
+    # As root we start each VM as a user of a range that is nobody else's.
+    return users == {os.geteuid()} or (os.geteuid() == 0 and is_of_a_vm(users.pop()))
 
 
 def _is_new(pid: int) -> bool:

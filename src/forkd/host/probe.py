@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forkd.errors import HostLacks
+from forkd.host.cell_plan import probe_cell
 from forkd.host.cgroup import probe_cgroup, probe_enforcement
 from forkd.host.finding import Finding, Status
 from forkd.host.firecracker import probe_firecracker
 from forkd.host.kvm import KvmVerdict, probe_kvm
+from forkd.host.network_probe import probe_network
 from forkd.host.paths import probe_home, probe_runtime
 from forkd.host.procfork.trial import probe_live_forks
 from forkd.host.system import probe_memory, probe_open_files, probe_processes
@@ -161,13 +163,6 @@ def probe_image_building() -> Finding:
     return Finding("namespaces", Status.OK, f"images are built {where}")
 
 
-def probe_tun(device: Path = Path("/dev/net/tun")) -> Finding:
-    if not device.exists():
-        return Finding("tun", Status.INFO, f"no {device}")
-    usable = os.access(device, os.R_OK | os.W_OK)
-    return Finding("tun", Status.INFO, f"{device} is {'usable' if usable else 'not open to this user'}")
-
-
 def probe_userfaultfd(
     device: Path = Path("/dev/userfaultfd"),
     switch: Path = Path("/proc/sys/vm/unprivileged_userfaultfd"),
@@ -202,14 +197,6 @@ def _program(name: str, option: str = "--version") -> Probe:
     return probe
 
 
-def _optional_program(name: str, purpose: str) -> Probe:
-    def probe() -> Finding:
-        path = find_program(name)
-        return Finding(name, Status.INFO, f"at {path}" if path else f"not installed ({purpose})")
-
-    return probe
-
-
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
@@ -223,6 +210,7 @@ CHECKS = (
     Check("firecracker", probe_firecracker),  # and: jailer
     Check("setpriv", _program("setpriv"), needed=True),
     Check("live forks", probe_live_forks),
+    Check("cells", probe_cell),
     Check("mmdebstrap", _program("mmdebstrap")),
     Check("mkfs.erofs", _program("mkfs.erofs", "-V")),
     Check("busybox", probe_busybox),
@@ -235,8 +223,7 @@ CHECKS = (
     Check("cgroup v2", probe_cgroup),
     Check("limits", probe_enforcement),
     Check("userfaultfd", probe_userfaultfd),
-    Check("tun", probe_tun),
-    Check("nft", _optional_program("nft", "for networks of sandboxes, later")),
+    Check("network", probe_network),
 )
 # Without these no VM runs; the others are for building images, for one engine, or for comfort.
 NEEDED = tuple(check.name for check in CHECKS if check.needed)

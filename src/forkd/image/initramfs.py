@@ -15,6 +15,7 @@ from importlib.resources import files
 from pathlib import PurePosixPath
 
 from forkd.errors import HostLacks
+from forkd.model.network import GATEWAY_ADDRESS, GATEWAY_MAC, GUEST_ADDRESS, GUEST_INTERFACE, GUEST_PREFIX
 from forkd.wire.agent import IMAGE_FD, UPPER_FD
 
 INITRD_FILE = "initrd.img"
@@ -24,7 +25,7 @@ GUEST_WIRE = ("agent.py", "archive.py", "tar.py")  # what of forkd.wire the agen
 _DEVICE_WAIT_TENTHS = 100
 
 _DIRECTORIES = ("bin", "dev", "lower", "modules", "newroot", "proc", "sys", "upper")
-_APPLETS = ("cp", "ifconfig", "insmod", "ln", "mkdir", "mount", "reboot", "rm", "sh", "sleep")
+_APPLETS = ("arp", "cp", "ifconfig", "insmod", "ip", "ln", "mkdir", "mount", "reboot", "rm", "sh", "sleep")
 _CPIO_MAGIC = b"070701"
 _CPIO_TRAILER = "TRAILER!!!"
 _CPIO_BLOCK = 512
@@ -106,6 +107,19 @@ for name in fd:/proc/self/fd stdin:/proc/self/fd/0 stdout:/proc/self/fd/1 stderr
     [ -e "/dev/${name%%:*}" ] || ln -s "${name#*:}" "/dev/${name%%:*}"
 done
 try "bringing up the loopback" ifconfig lo 127.0.0.1 netmask 255.0.0.0 up
+
+# An address, but no route: the agent adds that in a fork that has a network, all others are told at once that they have
+# none. The gateway's hardware address is known, so that nothing has to be asked for before the first packet.
+if [ -d /sys/class/net/@NIC@ ]; then
+    echo 1 > /proc/sys/net/ipv6/conf/@NIC@/disable_ipv6 || fail "IPv6 cannot be switched off on @NIC@"
+    try "bringing up @NIC@" ip link set @NIC@ up
+    try "giving @NIC@ its address" ip addr add @ADDRESS@ dev @NIC@ noprefixroute
+    try "naming the gateway" arp -i @NIC@ -s @GATEWAY@ @GATEWAY_MAC@
+fi
+mount_point /newroot/etc
+rm -f /newroot/etc/resolv.conf
+echo "nameserver @GATEWAY@" > /newroot/etc/resolv.conf || fail "/etc/resolv.conf cannot be written"
+
 for name in dev sys proc; do
     try "moving /$name" mount --move "/$name" "/newroot/$name"
 done
@@ -125,6 +139,10 @@ def render_init(modules: Sequence[str], python: str) -> str:
         "@SOURCE@": AGENT_SOURCE,
         "@HOME@": AGENT_HOME,
         "@PYTHON@": shlex.quote(python),
+        "@NIC@": GUEST_INTERFACE,
+        "@ADDRESS@": f"{GUEST_ADDRESS}/{GUEST_PREFIX}",
+        "@GATEWAY@": GATEWAY_ADDRESS,
+        "@GATEWAY_MAC@": GATEWAY_MAC,
         "@ENVIRONMENT@": " ".join(map(shlex.quote, _ENVIRONMENT)),
     }
     script = _INIT

@@ -29,7 +29,7 @@ INDEX_FILE = "modules.json"
 _DEADLINE_S = 1800.0
 
 # For every machine an image may run on: PCI (QEMU) or MMIO (Firecracker), a root on virtio-blk, the agent's
-# channel on virtio-serial or vsock.
+# channel on virtio-serial or vsock; and what ends the connections of a fork.
 BOOT_MODULES = (
     "virtio_pci",
     "virtio_mmio",
@@ -37,6 +37,8 @@ BOOT_MODULES = (
     "virtio_console",
     "virtio_net",
     "virtio_rng",
+    "tcp_diag",
+    "udp_diag",
     "vmw_vsock_virtio_transport",
     "erofs",
     "overlay",

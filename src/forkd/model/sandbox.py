@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from forkd.errors import InvalidInput
 from forkd.model.machine import NO_LIMITS, Limits
 from forkd.model.names import SnapshotTag
+from forkd.model.network import Network
 
 MAX_TIMEOUT_S = 30 * 24 * 3600.0
 MAX_PAIRS = 64
@@ -67,6 +68,7 @@ class SandboxSpec:
     agent_port: int | None = None
     allow_partial: bool = False
     owner: str | None = None  # the name of the token that asks
+    network: Network | None = None  # None: that of what it is forked from
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout_s)

@@ -70,6 +70,7 @@ def render_manifest(
         rehearsal=source.rehearsal,
         parent=None if parent is None else Parent(parent.manifest.tag, parent.hash),
         settled=request.settled,
+        network=record.network,
         origin=BranchedFrom(
             branched_from=record.id,
             lineage=record.lineage,

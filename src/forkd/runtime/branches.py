@@ -125,6 +125,7 @@ class Branches:
         ancestry = Ancestry(record.id, record.lineage, record.depth + 1, time.time())
         auto = request.auto or request.tag is None
         branch = Branch(tag, record.snapshot_tag, record.made_of, ancestry, 0.0, begun, request.checkpoint, auto)
+        branch.network = record.network
         self._snapshots.branches[tag] = branch
         try:
             with self._sandboxes.registry.transaction(durable=True):
@@ -234,7 +235,7 @@ class Branches:
         ancestry = Ancestry(record.id, record.lineage, record.depth + 1, frozen.at_unix)
         template = frozen.template(record.snapshot_tag)
         try:
-            yield Origin(record.snapshot_tag, None, template, record.made_of, ancestry, frozen.pause_s)
+            yield Origin(record.snapshot_tag, None, template, record.made_of, ancestry, frozen.pause_s, record.network)
         finally:
             self._sandboxes.own(template.end())  # beside us: nobody waits for it
 

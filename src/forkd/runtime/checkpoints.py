@@ -10,6 +10,7 @@ import re
 import secrets
 from dataclasses import dataclass
 
+from forkd.engines.base import Machine
 from forkd.errors import InvalidInput, NotFound
 from forkd.host.faults import fault_point
 from forkd.model.names import SnapshotTag, new_identity, parse_name, parse_tag
@@ -18,6 +19,7 @@ from forkd.runtime.branch_files import BranchRequest
 from forkd.runtime.branches import Branches
 from forkd.runtime.child import Child, LiveSandbox
 from forkd.runtime.fork import fork_one
+from forkd.runtime.leases import is_leased, names_of
 from forkd.runtime.origin import Origin
 from forkd.runtime.registry import SandboxRecord
 from forkd.runtime.sandboxes import Sandboxes, not_running
@@ -110,6 +112,7 @@ class Checkpoints:
         """Under the lock of the sandbox."""
         if live.state not in (State.RUNNING, State.PAUSED):
             raise not_running(self._sandboxes.get(record.id))
+        record = self._sandboxes.get(record.id)  # its network may have changed since
         child = await self._fork(record, origin)
         fault_point("rewind.forked")
         registry = self._sandboxes.registry
@@ -121,13 +124,18 @@ class Checkpoints:
                     registry.move([record.id], State.RUNNING)
         except BaseException:
             await child.kill()
+            await self._sandboxes.leases.release(child.vm)
             raise
         fault_point("rewind.recorded")
         left = live.move_to(child.machine, child.agent)
         live.state = State.RUNNING
         self._sandboxes.watch(live)
         # Beside us: nothing waits for its end, and it is a stray to the next daemon.
-        self._sandboxes.own(left.kill())
+        self._sandboxes.own(self._end(left, record.vm))
+
+    async def _end(self, machine: Machine, vm: str) -> None:
+        await machine.kill()
+        await self._sandboxes.leases.release(vm)
 
     async def _fork(self, record: SandboxRecord, origin: Origin) -> Child:
         engine, home = self._sandboxes.engine, self._sandboxes.home
@@ -135,7 +143,21 @@ class Checkpoints:
             engine.check(origin.frozen)
         name = f"{record.id}-{secrets.token_hex(3)}"
         identity = new_identity(record.id)
-        return await fork_one(engine, origin.frozen, identity, home.vms, record.limits, origin.template, name=name)
+        leases, lease = self._sandboxes.leases, None
+        if is_leased(record):
+            lease = leases.take(name, record.network, names_of(record), sandbox_id=record.id)
+        async with leases.given(lease) as nic:
+            return await fork_one(
+                engine,
+                origin.frozen,
+                identity,
+                home.vms,
+                record.limits,
+                origin.template,
+                name=name,
+                nic=nic,
+                network=not record.network.off,
+            )
 
 
 def checkpoint_tag(sandbox_id: str, name: str) -> SnapshotTag:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ _DEATH_DEADLINE_S = 10.0
 # A guest that is busy or stuck is asked for this long; its owner can still kill it.
 HELLO_S = 10.0
 QUEUE_S = 30.0  # to wait for a turn
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class LiveSandbox:
         self.state = state
         self.deadline_s: float | None = None  # on the clock of steady_s
         self.why_ended: str | None = None
+        # Of an adopted one: what its guest is told when it is reached, as the last daemon may not have come to it.
+        self.owed_network: bool | None = None
         self.lock = asyncio.Lock()
         self.processes = Processes(lambda: self.agent)
         self._agent = agent
@@ -135,6 +140,17 @@ class LiveSandbox:
                     f"The guest of {self.id} did not answer within {HELLO_S:g} s",
                     hint="It may be stuck: see forkd logs, or remove it",
                 ) from error
+            await self._tell_network(self._agent)
+
+    async def _tell_network(self, agent: Agent) -> None:
+        """An agent that is told what it knows does nothing. Only a guest without an interface cannot be told."""
+        owed, self.owed_network = self.owed_network, None
+        if owed is None:
+            return
+        try:
+            await agent.set_network(owed)
+        except AgentError as error:
+            _log.log(logging.WARNING if owed else logging.DEBUG, "The guest of %s: %s", self.id, error.message)
 
     @property
     def half_sent_bytes(self) -> int:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from forkd.errors import HostLacks, NoCapacity
 from forkd.model.machine import Limits
+from forkd.model.network import Network, parse_network
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -278,12 +279,18 @@ def flatten(record: DataclassInstance) -> dict[str, Any]:
         value = getattr(record, each.name)
         if isinstance(value, Limits):
             flat |= {column: getattr(value, name) for name, column in _LIMITS.items()}
+        elif isinstance(value, Network):
+            flat[each.name] = value.as_json()
         else:
             flat[each.name] = dict(value) if isinstance(value, Mapping) else plain(value)
     return flat
 
 
 def plain(value: Any) -> Any:
+    if isinstance(value, Network):
+        return json.dumps(value.as_json())
+    if isinstance(value, Mapping):
+        return json.dumps(dict(value))
     return value.value if isinstance(value, enum.Enum) else value
 
 
@@ -302,6 +309,8 @@ def _reader(name: str, hint: Any) -> Callable[[sqlite3.Row], Any]:
         return lambda row: Limits(**{each: row[column] for each, column in _LIMITS.items()})
     if typing.get_origin(hint) is types.UnionType:  # with None
         hint = typing.get_args(hint)[0]
+    if hint is Network:
+        return lambda row: None if row[name] is None else parse_network(json.loads(row[name]))
     if typing.get_origin(hint) in (Mapping, dict):
         return lambda row: json.loads(row[name])
     if isinstance(hint, enum.EnumType):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from forkd.errors import InvalidInput
 from forkd.host.faults import fault_point
 from forkd.model.names import SnapshotTag
+from forkd.model.network import Network
 from forkd.model.sandbox import SandboxSpec
 from forkd.runtime.branch_files import BranchRequest, Mode
 from forkd.runtime.branches import Branches
@@ -25,6 +26,7 @@ class DeriveRequest:
     tag: SnapshotTag
     source: SnapshotTag
     warmup: Warmup
+    network: Network | None = None  # None: that of the source
 
     def __post_init__(self) -> None:
         if self.warmup.code is None and self.warmup.command is None:
@@ -50,7 +52,9 @@ class Deriver:
     async def _derive(self, request: DeriveRequest, owner: str | None) -> SnapshotView:
         self._snapshots.check_free(request.tag)
         labels = {LABEL: request.tag}
-        spawned = await self._spawner.spawn(SandboxSpec(request.source, labels=labels, owner=owner))
+        spawned = await self._spawner.spawn(
+            SandboxSpec(request.source, labels=labels, owner=owner, network=request.network)
+        )
         sandbox_id = spawned.records[0].id
         try:
             async with self._sandboxes.use(sandbox_id) as live:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from forkd.engines.base import Engine, Findings
+from forkd.engines.base import Engine, Findings, Opening
 from forkd.engines.table import ENGINES, get_entry
 from forkd.errors import HostLacks, InvalidInput
 from forkd.host.finding import Finding, Status
@@ -25,8 +25,11 @@ class Diagnosis:
     ok: bool
 
 
-def open_engine(name: str | None = None, *, outlive: bool = False) -> Engine:
-    """The engine asked for, or the best that this machine was proved to run. `outlive`: forks go on when we end.
+_OPENING = Opening()
+
+
+def open_engine(name: str | None = None, opening: Opening = _OPENING) -> Engine:
+    """The engine asked for, or the best that this machine was proved to run.
 
     Raises HostLacks, with what doctor found, where no VM can run.
     """
@@ -36,7 +39,7 @@ def open_engine(name: str | None = None, *, outlive: bool = False) -> Engine:
     diagnosis = choose(probe_host() if needs_host else (), engine)
     if diagnosis.engine is None:
         raise HostLacks(diagnosis.reason, hint="See: forkd doctor")
-    return get_entry(diagnosis.engine).open(diagnosis.accelerator, outlive)
+    return get_entry(diagnosis.engine).open(diagnosis.accelerator, opening)
 
 
 def diagnose(wanted: str | None = None) -> Diagnosis:

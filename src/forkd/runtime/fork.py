@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from forkd.engines.base import Engine, Frozen, Machine, Way
+from forkd.engines.base import Engine, Frozen, Machine, Nic, Way
 from forkd.errors import ChannelClosed, EngineFailed, ForkdError, GuestDied, GuestTimeout
 from forkd.guest.agent import Agent
 from forkd.guest.identity import ForkProof, become
@@ -29,6 +30,8 @@ _MORE_ATTEMPTS = 2
 _DEATH_DEADLINE_S = 1.0
 
 AfterFork = Callable[[Child], Awaitable[None]]
+# The network interface of a child, by its id, for as long as it starts.
+GiveNic = Callable[[str], AbstractAsyncContextManager[Nic | None]]
 
 
 @dataclass(frozen=True)
@@ -54,12 +57,14 @@ async def fork_children(
     gate: asyncio.Semaphore | None = None,
     after: AfterFork | None = None,
     allow_partial: bool = False,
+    give_nic: GiveNic | None = None,
+    network: bool = False,
 ) -> Forked:
     """All of them, or none and the first error. With `allow_partial` those that can, and an error when none could.
 
     `template`: what to fork, instead of starting a VMM for each. `gate` bounds how many start at once, where starts of
-    others count too. `after` runs for each child as part of its start. On cancellation, and on an error that
-    is not a ForkdError, all children are killed.
+    others count too. `after` runs for each child as part of its start. `network`: they are to use the interface that
+    `give_nic` gives. On cancellation, and on an error that is not a ForkdError, all children are killed.
     """
     capacity = look()
     admit_children(1 if allow_partial else parse_count(len(identities)), capacity, child_mib(template))
@@ -72,7 +77,11 @@ async def fork_children(
         async with gate:
             # Again: those before it, and others, have taken memory since.
             admit_children(1, look(), child_mib(template))
-            sandbox = await fork_one(engine, frozen, identity, directory, limits, template)
+            giving = contextlib.nullcontext() if give_nic is None else give_nic(identity.sandbox_id)
+            async with giving as nic:
+                sandbox = await fork_one(
+                    engine, frozen, identity, directory, limits, template, nic=nic, network=network
+                )
             ready[sandbox.id] = sandbox
             if after is not None:
                 await after(sandbox)
@@ -121,17 +130,20 @@ async def fork_one(
     template: Template | None = None,
     *,
     name: str | None = None,
+    nic: Nic | None = None,
+    network: bool = False,
 ) -> Child:
     """One child that has kept the fork contract; one that has not is killed before the error is raised.
 
-    `name`: of its directory, where that is not its id.
+    `name`: of its directory, where that is not its id. `network`: it is to use its interface for more than ways in.
     """
     try:
-        machine = await fork_machine(engine, frozen, directory / (name or identity.sandbox_id), limits, template)
+        machine = await fork_machine(engine, frozen, directory / (name or identity.sandbox_id), limits, template, nic)
         fault_point("spawn.started")
         forked = machine.phases.way is Way.FORK
         with template.judged(limits) if template and forked else contextlib.nullcontext():
-            return await prove(machine, identity, _half_sent_bytes(frozen, template if forked else None))
+            half_sent = _half_sent_bytes(frozen, template if forked else None) if engine.streams_go_on else 0
+            return await prove(machine, identity, half_sent, network=network)
     except (EngineFailed, GuestDied, GuestTimeout) as error:
         if limits != NO_LIMITS:
             limited = f"Its limits may be too low for the guest: {limits}"
@@ -145,7 +157,7 @@ def _half_sent_bytes(frozen: Frozen | None, template: Template | None) -> int:
     return 0 if frozen is None or frozen.settled else MAX_FRAME
 
 
-async def prove(machine: Machine, identity: Identity, half_sent_bytes: int = 0) -> Child:
+async def prove(machine: Machine, identity: Identity, half_sent_bytes: int = 0, *, network: bool = False) -> Child:
     """Give it an identity of its own and have it prove that, or kill it.
 
     `half_sent_bytes`: its agent may wait for the rest of a frame of at most so many, which is completed first.
@@ -153,7 +165,7 @@ async def prove(machine: Machine, identity: Identity, half_sent_bytes: int = 0) 
     agent: Agent | None = None
     try:
         try:
-            agent, proof = await _become(machine, identity, half_sent_bytes)
+            agent, proof = await _become(machine, identity, half_sent_bytes, network)
         except ForkdError as error:
             await raise_explained(error, machine, "it was forked")
         await machine.running()
@@ -166,7 +178,7 @@ async def prove(machine: Machine, identity: Identity, half_sent_bytes: int = 0) 
     return Child(identity, machine, agent, proof)
 
 
-async def _become(machine: Machine, identity: Identity, half_sent_bytes: int) -> tuple[Agent, ForkProof]:
+async def _become(machine: Machine, identity: Identity, half_sent_bytes: int, network: bool) -> tuple[Agent, ForkProof]:
     """An agent that kept the contract, asked again when its stream was lost and the VM lives.
 
     A guest on vsock resets its connections when it wakes up, and may take ours for one of the past. The contract sets
@@ -174,21 +186,23 @@ async def _become(machine: Machine, identity: Identity, half_sent_bytes: int) ->
     """
     for _ in range(_MORE_ATTEMPTS):
         try:
-            return await _try_become(machine, identity, half_sent_bytes)
+            return await _try_become(machine, identity, half_sent_bytes, network)
         except ChannelClosed:
             await asyncio.wait([machine.death], timeout=_DEATH_DEADLINE_S)
             if machine.death.done():
                 raise
-    return await _try_become(machine, identity, half_sent_bytes)
+    return await _try_become(machine, identity, half_sent_bytes, network)
 
 
-async def _try_become(machine: Machine, identity: Identity, half_sent_bytes: int) -> tuple[Agent, ForkProof]:
+async def _try_become(
+    machine: Machine, identity: Identity, half_sent_bytes: int, network: bool
+) -> tuple[Agent, ForkProof]:
     agent = Agent.attach(await machine.connect())
     try:
         if half_sent_bytes:
             agent.channel.pad(half_sent_bytes)
         # Sent before the guest runs, where the engine can: it is there, waiting, when the guest wakes up.
-        return agent, await become(agent, identity)
+        return agent, await become(agent, identity, network)
     except BaseException:
         agent.close()
         raise

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from forkd.engines.base import BootSpec, Engine, Frozen, Machine
+from forkd.engines.base import BootSpec, Engine, Frozen, Machine, Nic
 from forkd.errors import CommandNotStarted, ForkdError, GuestDied, GuestTimeout, InvalidInput, WarmupFailed
 from forkd.guest.agent import Agent
 from forkd.guest.identity import become
@@ -24,6 +24,7 @@ from forkd.host.threads import in_thread, offloaded
 from forkd.image import Image, Progress
 from forkd.model.machine import MachineSpec
 from forkd.model.names import SnapshotTag, new_identity
+from forkd.model.network import NO_NETWORK, Network
 from forkd.runtime.admission import admit_boot, disk_mib, look
 from forkd.runtime.child import raise_explained
 from forkd.store.manifest import Manifest
@@ -81,11 +82,11 @@ def _encode(text: str, what: str) -> bytes:
 
 @asynccontextmanager
 async def booted(
-    engine: Engine, spec: BootSpec, directory: Path, memory_in: Path
+    engine: Engine, spec: BootSpec, directory: Path, memory_in: Path, nic: Nic | None = None
 ) -> AsyncIterator[tuple[Machine, Agent]]:
     """A VM whose agent answers; killed when the block ends."""
     admit_boot(spec.machine.memory_mib, look(), disk_mib(memory_in))
-    machine = await engine.boot(spec, directory, memory_in)
+    machine = await engine.boot(spec, directory, memory_in, nic)
     try:
         try:
             agent = Agent.attach(await machine.connect())
@@ -155,18 +156,27 @@ async def create_snapshot(
     replace: bool = False,
     progress: Progress,
     fill: Callable[[Agent], Awaitable[None]] | None = None,
+    network: Network = NO_NETWORK,
+    nic: Nic | None = None,
 ) -> Snapshot:
-    """`fill` puts into the parent, before its warm-up, what is not in its image."""
+    """`fill` puts into the parent, before its warm-up, what is not in its image.
+
+    `network` is what its forks get unless they ask for another; through `nic` its warm-up has it, too.
+    """
     boot = boot_spec(image, machine)
     async with offloaded(store.created(tag, replace_existing=replace)) as (staging, seal):
         progress.stage("booting the parent")
-        async with booted(engine, boot, directory / "parent", staging) as (vm, agent):
+        async with booted(engine, boot, directory / "parent", staging, nic) as (vm, agent):
             fault_point("snapshot.booted")
             if fill is not None:
                 progress.stage("filling the parent")
                 await fill(agent)
             progress.stage("warming up")
+            if nic is not None:
+                await agent.set_network(True)
             await warm_up(agent, warmup)
+            if nic is not None:
+                await agent.set_network(False)  # a fork may have none
             progress.stage("freezing")
             await agent.prepare_freeze()
             platform = await engine.freeze(vm, staging)
@@ -182,6 +192,7 @@ async def create_snapshot(
             platform=platform,
             files={},
             rehearsal=warmup.rehearsal,
+            network=network,
         )
         await in_thread(lambda: seal(manifest))
         fault_point("snapshot.sealed")

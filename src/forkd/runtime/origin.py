@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forkd.engines.base import Engine, Frozen, Machine
+from forkd.engines.base import Engine, Frozen, Machine, Nic
 from forkd.errors import EngineFailed, ForkdError, NotForkable
 from forkd.guest.agent import Agent
 from forkd.model.machine import NO_LIMITS, Limits
 from forkd.model.names import SnapshotTag
+from forkd.model.network import NO_NETWORK, Network
 
 # What one is expected to take before it is there to be measured.
 EXPECTED_MIB = 128
@@ -125,14 +126,14 @@ class Template:
         if limits == NO_LIMITS:
             self._failures += 1
 
-    async def fork(self, engine: Engine, directory: Path, limits: Limits) -> Machine:
+    async def fork(self, engine: Engine, directory: Path, limits: Limits, nic: Nic | None = None) -> Machine:
         if not self.usable:
             raise NotForkable("The template can no longer be forked")
         self._under_way += 1
         self._idle.clear()
         self.used_at = time.monotonic()
         try:
-            machine = await engine.fork_live(self.machine, directory, limits, settled=self.settled)
+            machine = await engine.fork_live(self.machine, directory, limits, nic=nic, settled=self.settled)
             self.forks += 1
             return machine
         except (EngineFailed, OSError):
@@ -208,6 +209,7 @@ class Origin:
     made_of: Mapping[str, str]
     ancestry: Ancestry = Ancestry()
     pause_s: float = 0.0  # of a sandbox that was captured for this spawn
+    network: Network = NO_NETWORK  # of those that ask for none themselves
 
 
 @dataclass
@@ -229,6 +231,7 @@ class Branch:
     error: ForkdError | None = None
     first_child_s: float | None = None  # from the call on
     has_child: asyncio.Event = field(default_factory=asyncio.Event)
+    network: Network = NO_NETWORK
 
     def origin(self) -> Origin:
-        return Origin(self.tag, None, self.template, self.made_of, self.ancestry)
+        return Origin(self.tag, None, self.template, self.made_of, self.ancestry, network=self.network)

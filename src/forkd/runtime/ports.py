@@ -69,7 +69,7 @@ class AgentPorts:
             raise Conflict(f"Sandbox {sandbox_id} has a port already")
         if port is not None and any(other.number == port for other in self._ports.values()):
             raise _taken(port)
-        opened = self._ports[sandbox_id] = _Port(sandbox_id, _bind(port or 0), self._use, self._find_uid)
+        opened = self._ports[sandbox_id] = _Port(sandbox_id, bind_port(port or 0), self._use, self._find_uid)
         if serve:
             opened.serve()
         return opened.number
@@ -263,9 +263,9 @@ def render_evaluation(result: EvalResult, timeout_s: float) -> bytes:
     return render_eval(result.repr or "None")
 
 
-def _bind(port: int) -> socket.socket:
+def bind_port(port: int) -> socket.socket:
     try:
-        return _try_to_bind(port, shared=False)
+        return _try_tobind_port(port, shared=False)
     except OverflowError as error:
         raise InvalidInput(f"{port} is not a port") from error
     except OSError as error:
@@ -273,7 +273,7 @@ def _bind(port: int) -> socket.socket:
             raise HostLacks(f"Port {port} cannot be taken: {error.strerror}") from error
     try:
         # Perhaps only connections that are over are left there, of a sandbox or a daemon before.
-        return _try_to_bind(port, shared=True)
+        return _try_tobind_port(port, shared=True)
     except OSError as error:
         raise _taken(port) from error
 
@@ -282,7 +282,7 @@ def _taken(port: int) -> Conflict:
     return Conflict(f"Port {port} is taken", hint="Ask for another, or for none to get any")
 
 
-def _try_to_bind(port: int, shared: bool) -> socket.socket:
+def _try_tobind_port(port: int, shared: bool) -> socket.socket:
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)

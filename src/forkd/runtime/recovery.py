@@ -17,6 +17,7 @@ from forkd.host.system import steady_s
 from forkd.host.threads import in_thread
 from forkd.model.sandbox import State
 from forkd.runtime.child import LiveSandbox
+from forkd.runtime.networks import SandboxNetworks
 from forkd.runtime.registry import SandboxRecord
 from forkd.runtime.sandboxes import Sandboxes, describe_out_of_memory, end_processes
 
@@ -51,7 +52,7 @@ def make_plan(records: Iterable[SandboxRecord], running: Collection[str], seen: 
 _log = logging.getLogger(__name__)
 
 
-async def recover(sandboxes: Sandboxes) -> Plan:
+async def recover(sandboxes: Sandboxes, networks: SandboxNetworks) -> Plan:
     """Adopt what belongs, bury what died, end and forget the rest. Afterwards rows, processes and files agree."""
     records = sandboxes.registry.list_sandboxes()
     _check_engine(sandboxes, records)
@@ -77,7 +78,7 @@ async def recover(sandboxes: Sandboxes) -> Plan:
     for record in plan.bury:
         sandboxes.bury(record.id, _why_gone(sandboxes, record))
     gate = asyncio.Semaphore(_ADOPTIONS_AT_ONCE)
-    await asyncio.gather(*(_adopt(sandboxes, record, leaders[record.vm], gate) for record in plan.adopt))
+    await asyncio.gather(*(_adopt(sandboxes, networks, record, leaders[record.vm], gate) for record in plan.adopt))
     kept = {sandboxes.get(each).vm for each in sandboxes.live}
     await in_thread(lambda: remove_groups(sandboxes.home.vms, keep=kept))
     await in_thread(lambda: sweep_staging(sandboxes.home.snapshots))
@@ -119,7 +120,9 @@ async def _end_processes(sandboxes: Sandboxes, name: str) -> None:
     await in_thread(lambda: end_processes(sandboxes.home.vms / name))
 
 
-async def _adopt(sandboxes: Sandboxes, record: SandboxRecord, leader: Marked, gate: asyncio.Semaphore) -> None:
+async def _adopt(
+    sandboxes: Sandboxes, networks: SandboxNetworks, record: SandboxRecord, leader: Marked, gate: asyncio.Semaphore
+) -> None:
     async with gate:
         try:
             machine = await sandboxes.engine.adopt(sandboxes.directory(record), leader)
@@ -128,6 +131,7 @@ async def _adopt(sandboxes: Sandboxes, record: SandboxRecord, leader: Marked, ga
             await _end(sandboxes, record.vm)
             sandboxes.bury(record.id, f"It could not be adopted: {error.message}")
             return
+        await networks.adopt(record, machine)
     state = State.PAUSED if machine.paused else State.RUNNING
     # Stopped by a daemon that died before it could say so, or while it forked it: no client was told of a pause.
     interrupted = machine.paused and record.state is State.RUNNING
@@ -139,6 +143,7 @@ async def _adopt(sandboxes: Sandboxes, record: SandboxRecord, leader: Marked, ga
         sandboxes.registry.change(record.id, agent_port=port, pid=machine.pid)
         sandboxes.events.emit("sandbox.adopted", sandbox_id=record.id)
     live = LiveSandbox(record.id, machine, None, state)
+    live.owed_network = not sandboxes.get(record.id).network.off
     if record.deadline_unix is not None:
         live.deadline_s = steady_s() + record.deadline_unix - time.time()
     sandboxes.hold(live)

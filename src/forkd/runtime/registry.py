@@ -15,6 +15,7 @@ from typing import Any
 from forkd.errors import Conflict, NotFound
 from forkd.model.machine import NO_LIMITS, Limits
 from forkd.model.names import SnapshotTag
+from forkd.model.network import NO_NETWORK, Network
 from forkd.model.sandbox import TRANSITIONS, OnTimeout, State, Way
 from forkd.runtime.database import Database, parse_row, plain
 
@@ -103,8 +104,14 @@ ALTER TABLE sandboxes ADD COLUMN made_of TEXT NOT NULL DEFAULT '{}';
 UPDATE sandboxes SET vm = id, lineage = id;
 ALTER TABLE workspaces ADD COLUMN current_state_tag TEXT;
 """
+# Sandboxes from before have no network. A workspace without one has that of its snapshot.
+_NETWORKS = """
+ALTER TABLE sandboxes ADD COLUMN network TEXT NOT NULL DEFAULT '{"mode": "none"}';
+ALTER TABLE sandboxes ADD COLUMN ports TEXT NOT NULL DEFAULT '{}';
+ALTER TABLE workspaces ADD COLUMN network TEXT;
+"""
 # One for each version, in their order; never changed, only added to.
-_STEPS = (_FIRST, _MORE_LIMITS, _WAYS, _NAMES, _BRANCHES)
+_STEPS = (_FIRST, _MORE_LIMITS, _WAYS, _NAMES, _BRANCHES, _NETWORKS)
 
 
 @dataclass(frozen=True)
@@ -137,6 +144,9 @@ class SandboxRecord:
     branch_count: int = 0
     owner: str | None = None  # the name of the token that asked for it
     made_of: Mapping[str, str] = field(default_factory=dict)  # image and shape: its snapshot may be gone
+    network: Network = NO_NETWORK
+    # What is exposed: by port of the guest, where, and to whom.
+    ports: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "vm", self.vm or self.id)
@@ -174,6 +184,7 @@ class WorkspaceRow:
     created_at_unix: float
     last_active_unix: float
     current_state_tag: SnapshotTag | None = None
+    network: Network | None = None  # as it was asked for
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,18 @@ from forkd.host.paths import DAEMON_LOCK, Home, ensure_home, ensure_private
 from forkd.host.system import start_time_ticks
 from forkd.host.threads import in_thread
 from forkd.model.names import SnapshotTag
+from forkd.network.lease import NoNetworks, OpenNetworks
 from forkd.runtime.branches import DEFAULT_AT_ONCE, Branches
 from forkd.runtime.checkpoints import Checkpoints
 from forkd.runtime.derive import Deriver
 from forkd.runtime.events import EventLog
 from forkd.runtime.lineage import DEFAULT_LINEAGE_POLICY, Lineage, LineagePolicy, find_lineage
+from forkd.runtime.networks import SandboxNetworks
 from forkd.runtime.origin import DEFAULT_POLICY, TemplatePolicy
 from forkd.runtime.packs import Packs
 from forkd.runtime.recovery import recover
 from forkd.runtime.registry import Registry, SandboxRecord
+from forkd.runtime.restore import Restorer
 from forkd.runtime.sandboxes import Sandboxes
 from forkd.runtime.snapshot_view import FAILED, FORK_PREFIX, is_checkpoint, is_left_over, is_nobodys
 from forkd.runtime.snapshots import Pruning, Snapshots
@@ -46,9 +49,11 @@ class RuntimeOptions:
     templates: TemplatePolicy = DEFAULT_POLICY
     lineage: LineagePolicy = DEFAULT_LINEAGE_POLICY
     branches_at_once: int = DEFAULT_AT_ONCE
+    networks: OpenNetworks | None = None  # None: no sandbox has one
 
 
 _DEFAULT = RuntimeOptions()
+NETWORK_DIRECTORY = "network"
 
 
 class Runtime:
@@ -59,7 +64,7 @@ class Runtime:
         self.events = EventLog(registry)
         self.sandboxes = Sandboxes(home, engine, registry, self.events)
         self.templates = Templates(engine, home.vms, options.templates)
-        self.snapshots = Snapshots(home, engine, registry, self.events, self.templates)
+        self.snapshots = Snapshots(home, engine, registry, self.events, self.templates, self.sandboxes.leases)
         self.packs = Packs(home, engine, self.snapshots)
         drop_limits = options.unenforced_limits == "drop"
         self.branches = Branches(self.sandboxes, self.snapshots, self.templates, options.branches_at_once)
@@ -78,6 +83,8 @@ class Runtime:
         self.workspaces = Workspaces(registry, self.sandboxes, self.snapshots, self.branches, self.spawn)
         self.sandboxes.on_removed = self._on_removed
         self.branches.on_left_behind = self._collect_soon
+        self.networks = SandboxNetworks(self.sandboxes)
+        self.restorer = Restorer(self.sandboxes, self.networks)
         self.upkeep = Upkeep(self.sandboxes)
 
     @property
@@ -91,8 +98,16 @@ class Runtime:
         """Take the home over: adopt what runs, finish or roll back what was under way. VMs outlive the block."""
         with _owned_home(home), contextlib.closing(Registry(home.registry)) as registry:
             runtime = cls(home, engine, registry, options)
-            try:
-                await recover(runtime.sandboxes)
+            async with contextlib.AsyncExitStack() as stack:
+                leases = runtime.sandboxes.leases
+                if options.networks is None:
+                    leases.networks = NoNetworks("this daemon gives none (see the setting network)")
+                else:
+                    opening = options.networks(home.runtime / NETWORK_DIRECTORY, leases.take_refusal)
+                    leases.networks = await stack.enter_async_context(opening)
+                stack.push_async_callback(runtime._close, options)
+                leases.networks.watch(runtime.restorer.on_lost)
+                await recover(runtime.sandboxes, runtime.networks)
                 runtime.snapshots.recover()
                 await runtime.deriver.recover()
                 await runtime.workspaces.recover()
@@ -101,8 +116,6 @@ class Runtime:
                 runtime.events.emit("daemon.started", data={"pid": os.getpid(), "engine": engine.name})
                 async with runtime.upkeep.running():
                     yield runtime
-            finally:
-                await runtime._close(options)
 
     async def _close(self, options: RuntimeOptions) -> None:
         self.events.emit("daemon.stopping")
@@ -113,6 +126,7 @@ class Runtime:
         if options.on_stop == "kill":
             await self.sandboxes.kill_all()
         await self.sandboxes.close()
+        self.sandboxes.leases.close()
 
     def _on_removed(self, record: SandboxRecord) -> None:
         if record.branch_count or record.snapshot_tag.startswith(FORK_PREFIX):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 from forkd.engines.base import Death, Engine, ExitReason, tail_of
 from forkd.engines.machine import CONSOLE
 from forkd.errors import Conflict, ForkdError, GuestDied, InvalidInput, NotFound, NotRunning
+from forkd.host.cell import Cell
 from forkd.host.cgroup import find_group
 from forkd.host.faults import fault_point
 from forkd.host.marked import kill_marked
@@ -27,6 +29,8 @@ from forkd.model.sandbox import ID_PREFIX, OnTimeout, State, check_timeout
 from forkd.runtime.child import LiveSandbox
 from forkd.runtime.ended import REMOVED, RecentlyEnded
 from forkd.runtime.events import EventLog
+from forkd.runtime.exposed import ExposedPorts
+from forkd.runtime.leases import Leases, names_of
 from forkd.runtime.ports import AgentPorts
 from forkd.runtime.registry import Registry, SandboxQuery, SandboxRecord
 
@@ -48,6 +52,8 @@ class Sandboxes:
         self.live: dict[str, LiveSandbox] = {}
         self.ended = RecentlyEnded()
         self.ports = AgentPorts(self.use)
+        self.leases = Leases(events, opened_by_name=engine.opens_taps)
+        self.exposed = ExposedPorts(self._connect_to)
         self.on_removed: Callable[[SandboxRecord], None] = lambda _: None
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -75,6 +81,11 @@ class Sandboxes:
         except NotFound:
             raise self.ended.absent(sandbox_id) from None
 
+    async def look_at_cell(self, sandbox_id: str) -> Cell | None:
+        """What keeps its VMM in; None: it has none that runs."""
+        live = self.live.get(sandbox_id)
+        return None if live is None else await in_thread(lambda: live.machine.cell)
+
     def find(self, query: SandboxQuery) -> tuple[list[SandboxRecord], int | None]:
         """One page, and the number after which the next one starts."""
         if query.limit is None:
@@ -97,6 +108,12 @@ class Sandboxes:
     async def console(self, sandbox_id: str) -> str:
         path = self.directory(self.get(sandbox_id)) / CONSOLE
         return await in_thread(lambda: tail_of(path, CONSOLE_BYTES))
+
+    async def _connect_to(self, sandbox_id: str, port: int) -> socket.socket:
+        """To a port of its guest, wherever that is by now."""
+        if self.held(sandbox_id).state is not State.RUNNING:
+            raise not_running(self.get(sandbox_id))
+        return await self.leases.networks.connect(self.get(sandbox_id).vm, port)
 
     # Changing
 
@@ -191,7 +208,9 @@ class Sandboxes:
                 self.registry.move([live.id], State.STOPPING)
                 live.state, live.why_ended = State.STOPPING, why
             fault_point("delete.marked")
+            self.exposed.close_of(live.id)
             await live.end()
+            await self.leases.release(self.get(live.id).vm)
             fault_point("delete.killed")
             self.forget(live.id, live.why_ended or why)
             del self.live[live.id]
@@ -203,6 +222,7 @@ class Sandboxes:
             raise not_running(record)
         if record.state is not State.DEAD:
             await in_thread(lambda: end_processes(self.directory(record)))
+            await self.leases.release(record.vm)
             self.get(record.id)
         self.forget(record.id, why)
 
@@ -210,6 +230,7 @@ class Sandboxes:
         """Nothing runs for it any more: its files, its port and its row go."""
         record = self.get(sandbox_id)
         self.ports.close(sandbox_id)
+        self.exposed.close_of(sandbox_id)
         shutil.rmtree(self.directory(record), ignore_errors=True)
         with self.registry.transaction():
             self.registry.remove_sandboxes([sandbox_id])
@@ -251,12 +272,28 @@ class Sandboxes:
         with self.registry.transaction():
             self.registry.rename(record.id, name)
             self.events.emit("sandbox.renamed", sandbox_id=record.id, data={"name": name})
+        if self.leases.has(record.vm):
+            self.own(self._rename_in_group(record.id))
         return self.get(record.id)
+
+    async def _rename_in_group(self, sandbox_id: str) -> None:
+        try:
+            record = self.get(sandbox_id)
+            await self.leases.change(record.vm, record.network, names_of(record))
+        except ForkdError as error:
+            _log.warning("The group of %s does not know its new name: %s", sandbox_id, error.message)
 
     def bury(self, sandbox_id: str, cause: str) -> None:
         """Its VM is gone without a request. The row and the console stay, to show why."""
         self.ports.close(sandbox_id)
-        changes = {"pid": None, "cause": cause[:_CAUSE_LIMIT], "ended_at_unix": time.time(), "deadline_unix": None}
+        self.exposed.close_of(sandbox_id)
+        changes: dict[str, Any] = {
+            "pid": None,
+            "cause": cause[:_CAUSE_LIMIT],
+            "ended_at_unix": time.time(),
+            "deadline_unix": None,
+            "ports": {},
+        }
         with self.registry.transaction():
             self.registry.move([sandbox_id], State.DEAD, {sandbox_id: changes})
             self.events.emit("sandbox.dead", sandbox_id=sandbox_id, data={"cause": cause[:_CAUSE_LIMIT]})
@@ -268,6 +305,7 @@ class Sandboxes:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.ports.close_all()
+        self.exposed.close_all()
         await asyncio.gather(*(live.let_go() for live in self.live.values()))
         self.live.clear()
 
@@ -306,8 +344,9 @@ class Sandboxes:
     async def _tidy(self, live: LiveSandbox) -> None:
         """Of a VM that is gone: what we hold of it, and what its VMM had started, which has no owner now."""
         await live.machine.release()
-        directory = self.directory(self.get(live.id))
-        await in_thread(lambda: end_processes(directory))
+        record = self.get(live.id)
+        await in_thread(lambda: end_processes(self.directory(record)))
+        await self.leases.release(record.vm)
 
 
 def describe_out_of_memory(limits: Limits) -> str:

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from forkd.engines.base import Engine, Frozen
 from forkd.errors import Conflict, ForkdError, NoCapacity, NotFound
@@ -19,8 +20,10 @@ from forkd.host.threads import in_thread
 from forkd.image import Image, ImageStore
 from forkd.model.machine import MachineSpec
 from forkd.model.names import SnapshotTag, parse_tag
+from forkd.model.network import NO_NETWORK, Network
 from forkd.runtime.events import EventLog
 from forkd.runtime.freeze import Warmup, create_snapshot, frozen_of
+from forkd.runtime.leases import Leases
 from forkd.runtime.origin import Branch, Origin, TemplateView
 from forkd.runtime.registry import Registry, SandboxRecord, SnapshotJob
 from forkd.runtime.snapshot_view import (
@@ -56,6 +59,7 @@ class SnapshotRequest:
     machine: MachineSpec
     warmup: Warmup
     replace: bool = False
+    network: Network = NO_NETWORK
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,16 @@ class _Making:
 
 
 class Snapshots:
-    def __init__(self, home: Home, engine: Engine, registry: Registry, events: EventLog, templates: Templates) -> None:
+    def __init__(
+        self,
+        home: Home,
+        engine: Engine,
+        registry: Registry,
+        events: EventLog,
+        templates: Templates,
+        leases: Leases | None = None,
+    ) -> None:
+        self._leases = leases or Leases(events, opened_by_name=engine.opens_taps)
         self.store = SnapshotStore(home.snapshots)
         self._home = home
         self._engine = engine
@@ -160,7 +173,8 @@ class Snapshots:
             # In a thread, as what was never verified is hashed; letting go is only a close.
             snapshot, frozen = await in_thread(hold)
             made_of, ancestry = describe_shape(snapshot.manifest), find_ancestry(snapshot.manifest)
-            yield Origin(tag, frozen, self._templates.find(frozen), made_of, ancestry)
+            template = self._templates.find(frozen)
+            yield Origin(tag, frozen, template, made_of, ancestry, network=snapshot.manifest.network)
 
     def _note_first_child(self, branch: Branch) -> None:
         if branch.first_child_s is None:
@@ -187,6 +201,7 @@ class Snapshots:
     # Making
 
     async def create(self, request: SnapshotRequest) -> SnapshotView:
+        self._leases.check(request.network)
         image = await in_thread(lambda: self._images.open(request.image))
         tag = request.tag
         if tag in self._making or tag in self.branches:
@@ -326,17 +341,7 @@ class Snapshots:
         try:
             async with self._turns:
                 directory.mkdir(mode=0o700)
-                await create_snapshot(
-                    self._engine,
-                    self.store,
-                    image,
-                    request.tag,
-                    request.machine,
-                    request.warmup,
-                    directory,
-                    replace=request.replace,
-                    progress=_Progress(self._events, making),
-                )
+                await self._create(making, image, directory)
             with self._registry.transaction():
                 self._registry.remove_job(request.tag)
                 self._events.emit("snapshot.ready", snapshot_tag=request.tag)
@@ -355,6 +360,29 @@ class Snapshots:
         finally:
             shutil.rmtree(directory, ignore_errors=True)
             del self._making[request.tag]
+
+    async def _create(self, making: _Making, image: Image, directory: Path) -> None:
+        """With its network while it warms up, which ends with it."""
+        request, lease = making.request, None
+        if not request.network.off:
+            lease = self._leases.take(directory.name, request.network, (), snapshot_tag=request.tag)
+        try:
+            async with self._leases.given(lease) as nic:
+                await create_snapshot(
+                    self._engine,
+                    self.store,
+                    image,
+                    request.tag,
+                    request.machine,
+                    request.warmup,
+                    directory,
+                    replace=request.replace,
+                    progress=_Progress(self._events, making),
+                    network=request.network,
+                    nic=nic,
+                )
+        finally:
+            await self._leases.release(directory.name)
 
     def fail(self, tag: SnapshotTag, begun_at_unix: float, error: ForkdError) -> None:
         with self._registry.transaction():

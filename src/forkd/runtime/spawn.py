@@ -19,11 +19,13 @@ from forkd.host.system import steady_s
 from forkd.host.threads import in_thread
 from forkd.model.machine import NO_LIMITS, parse_count
 from forkd.model.names import SnapshotTag, check_env
+from forkd.model.network import NO_NETWORK
 from forkd.model.sandbox import SandboxSpec, State
 from forkd.runtime.admission import admit_children, look, starts_at_once
 from forkd.runtime.branches import Branches
 from forkd.runtime.child import LiveSandbox
 from forkd.runtime.fork import Forked, child_mib, fork_children, kill_all, new_identities
+from forkd.runtime.leases import Batch
 from forkd.runtime.lineage import DEFAULT_LINEAGE_POLICY, Growth, LineagePolicy, check_growth
 from forkd.runtime.origin import Origin
 from forkd.runtime.registry import IdempotencyKey, SandboxRecord, check_same_request
@@ -148,14 +150,22 @@ class Spawner:
             template = origin.template
             admit_children(spec.n + self._starting, look(), child_mib(template))
             await self._check_growth(spec, origin)
+            network = origin.network if spec.network is None else spec.network
+            leases = self._sandboxes.leases
+            leases.check(network)
+            if not network.off and origin.frozen is not None:
+                self._sandboxes.engine.check_nic(origin.frozen)
             fault_point("spawn.begun")
             identities = new_identities(spec.n, env=spec.env)
             ids = [identity.sandbox_id for identity in identities]
             self._starting += spec.n
+            batch: Batch | None = None
             try:
-                self._reserve(spec, origin, ids, key)
+                self._reserve(replace(spec, network=network), origin, ids, key)
                 fault_point("spawn.reserved")
                 begun = time.monotonic()
+                # All at once, beside the forks: each waits for its own alone.
+                batch = leases.begin(ids, network)
                 forked = await fork_children(
                     self._sandboxes.engine,
                     origin.frozen,
@@ -165,8 +175,11 @@ class Spawner:
                     template=template,
                     gate=self._gate,
                     allow_partial=spec.allow_partial,
+                    give_nic=None if batch is None else batch.give,
+                    network=not network.off,
                 )
             except BaseException:
+                await leases.give_up(batch, ids)
                 self._roll_back(ids, key)
                 raise
             finally:
@@ -176,9 +189,14 @@ class Spawner:
             try:
                 spawned = replace(self._commit(spec, ids, forked), fork_s=fork_s, pause_s=origin.pause_s)
             except BaseException:
-                await kill_all(forked.sandboxes)
-                self._roll_back(ids, key)
+                try:
+                    await kill_all(forked.sandboxes)
+                finally:
+                    await leases.give_up(batch, ids)
+                    self._roll_back(ids, key)
                 raise
+            if forked.errors:
+                await leases.give_up(batch, list(forked.errors))
             if template is None and origin.frozen is not None:
                 self._templates.want(origin.frozen, origin.tag)
             return spawned
@@ -215,6 +233,7 @@ class Spawner:
                     forked_at_unix=origin.ancestry.forked_at_unix,
                     owner=spec.owner,
                     made_of=origin.made_of,
+                    network=spec.network or NO_NETWORK,
                 )
                 for sandbox_id in ids
             )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forkd.engines.base import Engine, Frozen, Machine
+from forkd.engines.base import Engine, Frozen, Machine, Nic
 from forkd.errors import Conflict, EngineFailed, ForkdError, GuestDied, NoCapacity, NotForkable, NotFound, Unsupported
 from forkd.host.faults import fault_point
 from forkd.host.system import available_mib, memory_use
@@ -256,19 +256,24 @@ class Templates:
 
 
 async def fork_machine(
-    engine: Engine, frozen: Frozen | None, directory: Path, limits: Limits, template: Template | None
+    engine: Engine,
+    frozen: Frozen | None,
+    directory: Path,
+    limits: Limits,
+    template: Template | None,
+    nic: Nic | None = None,
 ) -> Machine:
     """A child by way of the template where there is one, else from the snapshot's files, where there are any."""
     if template is not None and template.usable:
         try:
-            return await template.fork(engine, directory, limits)
+            return await template.fork(engine, directory, limits, nic)
         except (EngineFailed, OSError) as error:
             if frozen is None:
                 raise
             _log.warning("%s is started the slower way: %s", directory.name, error)
     if frozen is None:
         raise NotForkable("The branch has ended, and is not on disk", hint="Branch the sandbox again")
-    return await engine.fork(frozen, directory, limits)
+    return await engine.fork(frozen, directory, limits, nic)
 
 
 def _measure(machine: Machine) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from forkd.host.paths import nearest_existing
 from forkd.image import ImageStore
 from forkd.image.transfer import parse_facts
 from forkd.model.names import SnapshotTag, parse_tag
+from forkd.model.network import NO_NETWORK, Network
 from forkd.store.chain import follow_chain, read_snapshot
 from forkd.store.keys import TrustList, verify_signature
 from forkd.store.manifest import render_manifest
@@ -47,6 +49,7 @@ class Imported:
     image_reused: bool
     key: str | None
     warning: str | None
+    network_dropped: tuple[SnapshotTag, ...] = ()  # those whose sandboxes would have had one by default
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Import:
         self._targets: list[_Target] = []
         self._publish_image: Callable[[], None] | None = None
         self._warning: str | None = None
+        self._network_dropped: list[SnapshotTag] = []
         self._new_key = False
         self.key: str | None = None
         self.unpacker = Unpacker(self._check_signature, self._accept)
@@ -122,6 +126,7 @@ class Import:
             image_reused=self._publish_image is None,
             key=self.key,
             warning=self._warning,
+            network_dropped=tuple(self._network_dropped),
         )
 
     def _read_staged(self) -> list[Snapshot]:
@@ -154,7 +159,9 @@ class Import:
         self._check_runs(manifest)
         if self._options.tag in [each.tag for each in manifest.chain[:-1]]:
             raise InvalidInput(f"The pack has a snapshot {self._options.tag} already", hint="Choose another --tag")
-        planned = [self._plan(each, last=each is manifest.head) for each in manifest.chain]
+        planned: list[tuple[SnapshotTag, bytes, bool]] = []
+        for each in manifest.chain:
+            planned.append(self._plan(each, planned[-1][1] if planned else None, last=each is manifest.head))
         new = [each for (_, _, here), each in zip(planned, manifest.chain, strict=True) if not here]
         image_here = self._images.has(manifest.image.id)
         needed = [file for each in new for file in each.files.values()]
@@ -190,18 +197,18 @@ class Import:
         boot = BootSpec(each.manifest.machine, nowhere, nowhere, nowhere)
         self._engine.check(Frozen(nowhere, boot, each.manifest.platform))
 
-    def _plan(self, each: PackedSnapshot, *, last: bool) -> tuple[SnapshotTag, bytes, bool]:
-        """Its tag and manifest here, and whether it is here already."""
-        tag, text = parse_tag(each.tag), each.text.encode()
-        if last and self._options.tag is not None and self._options.tag != tag:
-            tag = self._options.tag
-            text = render_manifest(replace(each.manifest, tag=tag))
+    def _plan(self, each: PackedSnapshot, below: bytes | None, *, last: bool) -> tuple[SnapshotTag, bytes, bool]:
+        """Its tag and manifest here, and whether it is here already. `below`: the manifest of its parent here."""
+        tag = self._options.tag if last and self._options.tag is not None else parse_tag(each.tag)
+        as_packed = self._render(each, tag, below, each.manifest.network)
+        text = self._render(each, tag, below, NO_NETWORK)
         self._check_free(tag)
         try:
-            if self._store.read_manifest(tag) == text:
+            if (here := self._store.read_manifest(tag)) in (as_packed, text):
                 with self._store.held(tag):
-                    return tag, text, True
+                    return tag, here, True
         except NotFound:
+            self._note_network(each, tag)
             return tag, text, False
         except ForkdError:
             pass  # damaged: it is replaced when asked for
@@ -209,7 +216,21 @@ class Import:
             more = ", or give the head another name: --tag" if last else ""
             raise Conflict(f"There is another snapshot {tag}", hint=f"Remove it, say --force to replace it{more}")
         self._store.refuse_to_replace_below_layers(tag)
+        self._note_network(each, tag)
         return tag, text, False
+
+    def _render(self, each: PackedSnapshot, tag: SnapshotTag, below: bytes | None, network: Network) -> bytes:
+        """Its manifest as it is packed, byte for byte, unless something of it is another here."""
+        parent = each.manifest.parent
+        if parent is not None and below is not None:
+            parent = replace(parent, hash=hashlib.sha256(below).hexdigest())
+        manifest = replace(each.manifest, tag=tag, network=network, parent=parent)
+        return each.text.encode() if manifest == each.manifest else render_manifest(manifest)
+
+    def _note_network(self, each: PackedSnapshot, tag: SnapshotTag) -> None:
+        """Who made a pack does not decide what sandboxes of this host reach."""
+        if not each.manifest.network.off:
+            self._network_dropped.append(tag)
 
     def _place_image(self, image: PackedImage, *, here: bool) -> dict[str, Path | None]:
         if image.files is None:

@@ -21,6 +21,7 @@ from forkd.errors import Conflict, InvalidInput, NotFound
 from forkd.host.faults import fault_point
 from forkd.model.machine import NO_LIMITS, Limits
 from forkd.model.names import SnapshotTag, parse_name, parse_tag
+from forkd.model.network import Network
 from forkd.model.sandbox import SandboxSpec, State
 from forkd.runtime.branch_files import BranchRequest
 from forkd.runtime.branches import Branches
@@ -70,11 +71,13 @@ class Workspaces:
     def get(self, name: str) -> WorkspaceRecord:
         return self._seen(self._row(name))
 
-    async def create(self, name: str, snapshot_tag: str, limits: Limits = NO_LIMITS) -> WorkspaceRecord:
+    async def create(
+        self, name: str, snapshot_tag: str, limits: Limits = NO_LIMITS, network: Network | None = None
+    ) -> WorkspaceRecord:
         now = time.time()
         parsed, tag = parse_name(name, "workspace name"), parse_tag(snapshot_tag)
         # The row first: it holds the name. Without a sandbox it says "stale", which a crash now makes true.
-        row = WorkspaceRow(parsed, f"{ID_PREFIX}{secrets.token_hex(8)}", tag, limits, now, now)
+        row = WorkspaceRow(parsed, f"{ID_PREFIX}{secrets.token_hex(8)}", tag, limits, now, now, network=network)
         return await self._alone(parsed, lambda: self._create(row))
 
     async def suspend(self, name: str) -> WorkspaceRecord:
@@ -137,7 +140,9 @@ class Workspaces:
 
     async def _spawn(self, row: WorkspaceRow) -> None:
         tag = row.current_state_tag or row.source_snapshot_tag
-        await self._spawn_sandboxes(SandboxSpec(tag, limits=row.limits, workspace=row.name))
+        # Its state knows what its sandbox had in the end.
+        network = row.network if row.current_state_tag is None else None
+        await self._spawn_sandboxes(SandboxSpec(tag, limits=row.limits, workspace=row.name, network=network))
 
     async def _drop_state(self, tag: SnapshotTag | None) -> None:
         """The state before; unless somebody made something of it meanwhile."""

@@ -12,6 +12,7 @@ from forkd.errors import ForkdError, SnapshotDamaged, SnapshotIncompatible
 from forkd.host.files import FileSum, dump_sums, parse_sums
 from forkd.model.machine import MachineSpec
 from forkd.model.names import SnapshotTag, parse_tag
+from forkd.model.network import NO_NETWORK, Network, parse_network
 
 FORMAT = 2
 # 1: before there were layers and chunks.
@@ -65,6 +66,7 @@ class Manifest:
     parent: Parent | None = None  # None: a root, which has all of its memory
     settled: bool = True  # frozen when its agent was prepared for it
     origin: Origin | None = None
+    network: Network = NO_NETWORK  # of sandboxes that are forked from it, unless they ask for another
 
 
 def render_manifest(manifest: Manifest) -> bytes:
@@ -81,6 +83,7 @@ def render_manifest(manifest: Manifest) -> bytes:
         **({} if manifest.parent is None else {"parent": asdict(manifest.parent)}),
         "settled": manifest.settled,
         **({} if manifest.origin is None else {"origin": _render_origin(manifest.origin)}),
+        **({} if manifest.network.off else {"network": manifest.network.as_json()}),
         "files": dump_sums(manifest.files),
     }
     return json.dumps(raw, indent=2).encode() + b"\n"
@@ -162,6 +165,7 @@ def _parse_branch(raw: dict[str, Any], manifest: Manifest) -> Manifest:
         parent=_parse_parent(_typed(raw, "parent", dict)) if "parent" in raw else None,
         settled=_typed(raw, "settled", bool),
         origin=_parse_origin(_typed(raw, "origin", dict)) if "origin" in raw else None,
+        network=parse_network(_typed(raw, "network", dict)) if "network" in raw else NO_NETWORK,
     )
 
 

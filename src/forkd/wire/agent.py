@@ -36,6 +36,8 @@ GRANT_BYTES = WINDOW_BYTES // 4  # readers grant in steps of at least this; the 
 
 # Directories that the initramfs leaves open to the agent: the image, and what was written over it.
 IMAGE_FD, UPPER_FD = 8, 9
+# The interface that it sets up where there is one, and who is at the other end: see forkd.model.network.
+INTERFACE, GATEWAY = "eth0", "192.0.0.1"
 
 # Requests of the host
 HELLO = 1
@@ -175,17 +177,27 @@ def unpack_code(payload: bytes) -> bytes:
 # Not JSON: its parser would be the largest piece of cold code that a fork runs before it has its identity.
 _BECOME_FIELDS = ("session", "sandbox_id", "hostname", "machine_id", "entropy", "nonce")
 _BECOME_COUNT = 6
+# Before the environment, of a fork that has a network. No variable is a text without "=".
+_WITH_NETWORK = "network"
 
 
-def pack_become(request: Dict[str, str], env: Dict[str, str], hooks_ms: int) -> bytes:
-    """The deadline for hooks; then texts separated by NUL: the fields in their order, the environment as NAME=value."""
+def pack_become(request: Dict[str, str], env: Dict[str, str], hooks_ms: int, network: bool = False) -> bytes:
+    """The deadline for hooks; then texts separated by NUL: the fields in their order, the environment as NAME=value.
+
+    Without a network it is what agents understand that know of none.
+    """
     texts = [request[name] for name in _BECOME_FIELDS]
+    if network:
+        texts.append(_WITH_NETWORK)
     texts.extend(["%s=%s" % item for item in env.items()])
     return _U32.pack(hooks_ms) + "\0".join(texts).encode("utf-8", "surrogateescape")
 
 
-def unpack_become(payload: bytes) -> Tuple[List[str], List[str]]:
-    """The fields in their order, and the environment, each NAME=value. The deadline: `unpack_timeout_ms`."""
+def unpack_become(payload: bytes) -> Tuple[List[str], List[str], bool]:
+    """The fields in their order; the environment, each NAME=value; whether it has a network.
+
+    The deadline: `unpack_timeout_ms`.
+    """
     body = payload[_U32.size :]
     try:
         text = body.decode()
@@ -195,8 +207,10 @@ def unpack_become(payload: bytes) -> Tuple[List[str], List[str]]:
     if len(texts) < _BECOME_COUNT:
         raise WireError("A fork needs %d fields" % _BECOME_COUNT)
     if len(texts) == _BECOME_COUNT:
-        return texts, []
-    return texts, texts.pop().split("\0")
+        return texts, [], False
+    env = texts.pop().split("\0")
+    network = env[0] == _WITH_NETWORK
+    return texts, env[1:] if network else env, network
 
 
 class Parser:

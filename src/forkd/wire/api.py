@@ -20,6 +20,43 @@ class Readiness(TypedDict):
     ready: bool
 
 
+class NetworkUsage(TypedDict):
+    bytes_in: int  # to the sandbox
+    bytes_out: int
+    connections: int  # open now
+    refused: int
+
+
+class NetworkInfo(TypedDict):
+    mode: Literal["none", "egress", "open"]
+    allow: list[str]
+    deny: list[str]
+    max_bytes: int | None
+    max_connections: int | None
+    group: str | None
+    usage: NotRequired[NetworkUsage]
+    address: NotRequired[str | None]  # in its group
+
+
+class PortInfo(TypedDict):
+    port: int  # in the guest
+    address: str
+    host_port: int
+    anyone: bool  # every user of the host may connect
+
+
+class CellInfo(TypedDict):
+    user: int  # its process runs as
+    own_user: bool  # not the daemon's
+    namespaces: list[str]  # those of its own
+    filters: int  # of seccomp
+    capabilities: int  # all its sets together
+    no_new_privileges: bool
+    cgroup: str | None
+    memory_file: Literal["read-only", "writable", "none"]
+    lacks: list[str]  # of a whole cell; empty: nothing
+
+
 class SandboxInfo(TypedDict):
     id: str
     name: str | None
@@ -49,6 +86,9 @@ class SandboxInfo(TypedDict):
     lineage: str  # the same for all that came from one sandbox
     depth: int  # forks between it and the first of its lineage
     forked_at_unix: float | None
+    network: NetworkInfo
+    ports: list[PortInfo]
+    cell: NotRequired[CellInfo]
     phases_ms: NotRequired[dict[str, float]]
 
 
@@ -73,6 +113,7 @@ class PackImported(TypedDict):
     image_reused: bool
     key: str | None
     warning: str | None
+    network_dropped: list[str]  # snapshots that had a network for their sandboxes, and have none here
 
 
 class SnapshotInfo(TypedDict):
@@ -100,6 +141,7 @@ class SnapshotInfo(TypedDict):
     cpu_template: NotRequired[str]
     warm: NotRequired[str]
     rehearsal: NotRequired[str]
+    network: NotRequired[NetworkInfo]  # of sandboxes that ask for no other
     progress: NotRequired[str]
 
 

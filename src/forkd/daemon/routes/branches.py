@@ -126,7 +126,7 @@ async def derive_snapshot(call: Call, tag: TagInPath, body: DeriveBody) -> Snaps
         raise InvalidInput("args and shell exclude each other")
     command = body.shell if body.args is None else shlex.join(body.args)
     warmup = Warmup(body.code, command, body.timeout_secs)
-    request = DeriveRequest(parse_tag(body.tag), parse_tag(tag), warmup)
+    request = DeriveRequest(parse_tag(body.tag), parse_tag(tag), warmup, body.network)
     return render_snapshot(await call.runtime.derive(request, call.token))
 
 

@@ -122,6 +122,7 @@ async def finish_upload(call: Call, id: UploadId) -> Answer[PackImported]:
             "image_reused": done.image_reused,
             "key": done.key,
             "warning": done.warning,
+            "network_dropped": list(done.network_dropped),
         }
     )
 

@@ -115,9 +115,13 @@ async def cancel_spawn(
 
 
 @route("GET", "/v1/sandboxes/{id}")
-async def get_sandbox(call: Call, id: SandboxId) -> SandboxInfo:
-    """Also a dead one, for ten minutes."""
-    return render_sandbox(call.runtime.sandboxes.get(id))
+async def get_sandbox(call: Call, id: SandboxId, cell: Flag = False) -> SandboxInfo:
+    """Also a dead one, for ten minutes. Its `network` has `usage` and `address` only here, and with `cell=true` it has
+    `cell`: what keeps its VM in.
+    """
+    record = call.runtime.sandboxes.get(id)
+    network = await call.runtime.networks.look_at(record)
+    return render_sandbox(record, network, await call.runtime.sandboxes.look_at_cell(record.id) if cell else None)
 
 
 @route("DELETE", "/v1/sandboxes/{id}", errors=(409,))
@@ -178,8 +182,9 @@ async def list_workspaces(
 
 @route("POST", "/v1/workspaces", status=201, errors=(404, 409, 501, 502, 504))
 async def create_workspace(call: Call, body: WorkspaceBody) -> WorkspaceInfo:
-    """**+** takes all limits of [a spawn](#post-v1sandboxes)."""
-    return _render_workspace(call, await call.runtime.workspaces.create(body.name, body.snapshot_tag, body.limits()))
+    """**+** takes all limits of [a spawn](#post-v1sandboxes), and `network`."""
+    made = await call.runtime.workspaces.create(body.name, body.snapshot_tag, body.limits(), body.network)
+    return _render_workspace(call, made)
 
 
 @route("GET", "/v1/workspaces/{name}")
@@ -239,6 +244,7 @@ def _common(body: ChildrenBody, owner: str | None) -> dict[str, Any]:
         "labels": body.labels,
         "metadata": body.metadata,
         "owner": owner,
+        "network": body.network,
     }
 
 

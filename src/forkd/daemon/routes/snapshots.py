@@ -12,6 +12,7 @@ from forkd.host.threads import in_thread
 from forkd.image import ImageStore
 from forkd.model.machine import MachineSpec
 from forkd.model.names import parse_tag
+from forkd.model.network import NO_NETWORK
 from forkd.runtime.freeze import Warmup
 from forkd.runtime.snapshots import SnapshotRequest
 from forkd.wire.api import SnapshotInfo, SnapshotInfoDetail, TemplateInfo
@@ -37,6 +38,7 @@ async def create_snapshot(call: Call, body: SnapshotBody) -> Answer[SnapshotInfo
         machine=MachineSpec(body.memory_mib, body.vcpus, body.cpu_template),
         warmup=Warmup(body.warm, body.warm_command, body.warm_timeout_secs, body.rehearse),
         replace=body.replace,
+        network=body.network or NO_NETWORK,
     )
     view = await call.runtime.snapshots.create(asked)
     if body.image is not None and not body.wait:

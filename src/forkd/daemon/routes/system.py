@@ -19,6 +19,7 @@ from forkd.daemon.route import InHeader, Raw, route
 from forkd.daemon.streams import EVENTS, EventStream, Pieces, render_event
 from forkd.errors import InvalidInput, NoCapacity
 from forkd.model.sandbox import LIVE, State
+from forkd.network.lease import Usage
 from forkd.runtime.events import EventLog
 from forkd.runtime.registry import SandboxRecord
 from forkd.wire.api import Event, Health, Lineage, LineageSandbox, Readiness, VersionResponse
@@ -70,7 +71,8 @@ async def stay(call: Call) -> None:
 @route("GET", "/metrics", gives=Raw(metrics.CONTENT_TYPE, "Prometheus"))
 async def answer_metrics(call: Call) -> bytes:
     """For Prometheus."""
-    return call.daemon.metrics.render(lambda seen: _look(seen, call.daemon))
+    usage = await call.runtime.sandboxes.leases.total()
+    return call.daemon.metrics.render(lambda seen: _look(seen, call.daemon, usage))
 
 
 @route("GET", "/v1/lineage", plus=True)
@@ -122,7 +124,13 @@ async def _follow(log: EventLog, what: Mapping[str, Any]) -> Pieces:
             yield render_event(record.type, render_event_record(record), record.id)
 
 
-def _look(seen: metrics.Metrics, daemon: Daemon) -> None:
+def _look(seen: metrics.Metrics, daemon: Daemon, usage: Usage) -> None:
+    leases = daemon.runtime.sandboxes.leases
+    seen.networks.set(leases.count)
+    seen.count_up(seen.network_bytes.labels("in"), usage.bytes_in)
+    seen.count_up(seen.network_bytes.labels("out"), usage.bytes_out)
+    for reason, count in leases.refusals.totals.items():
+        seen.count_up(seen.network_refused.labels(reason), count)
     counts = daemon.runtime.sandboxes.counts()
     seen.snapshots.set(len(daemon.runtime.snapshots.list()))
     seen.branches.set(daemon.runtime.branches.in_flight)

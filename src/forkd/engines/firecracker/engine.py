@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import os
 import time
@@ -14,14 +16,20 @@ from forkd.engines.base import (
     BootSpec,
     Frozen,
     Machine,
+    Nic,
     Phases,
     Saved,
-    WithoutLiveForks,
+    Way,
 )
 from forkd.engines.firecracker.api import Api
-from forkd.engines.firecracker.jail import API_SOCKET, Given, Slot
+from forkd.engines.firecracker.base_vm import start_base
+from forkd.engines.firecracker.confine import Filters, find_filters
+from forkd.engines.firecracker.jail import API_SOCKET, NIC_MARK, Given, Place, Slot
+from forkd.engines.firecracker.live_fork import fork_machine
 from forkd.engines.firecracker.machine import FirecrackerMachine
 from forkd.engines.firecracker.plan import (
+    NIC_KEY,
+    ROOT,
     can_override_taps,
     check_platform,
     render_boot,
@@ -30,21 +38,28 @@ from forkd.engines.firecracker.plan import (
     render_platform,
 )
 from forkd.engines.firecracker.vmlinux import extract_elf
+from forkd.engines.fork_thread import finished_or_killed
 from forkd.engines.machine import CONSOLE, found_process, grouped, made_directory
+from forkd.errors import NotForkable, Unsupported
+from forkd.host.cell_plan import find_cell_lack
 from forkd.host.cgroup import find_group
 from forkd.host.files import dig_holes
 from forkd.host.firecracker import find_binaries
+from forkd.host.id_maps import UserRange
+from forkd.host.kvmfork.record import MAX_VCPUS
 from forkd.host.marked import Marked, render_environment
 from forkd.host.process import spawn
+from forkd.host.procfork.trial import find_lack
 from forkd.host.system import read_cpuinfo
 from forkd.host.tap import has_tun
 from forkd.host.threads import in_thread
+from forkd.host.user_ids import DEFAULT_USERS, hold_lineage, user_ids
 from forkd.model.machine import NO_LIMITS, Limits
 
 _log = logging.getLogger(__name__)
 
-# What Firecracker calls what it is given. The root's name is frozen into snapshots.
-_ROOT, _KERNEL, _INITRD, _OUT = "root.erofs", "kernel", "initrd", "out"
+# What Firecracker calls what it is given.
+_KERNEL, _INITRD, _OUT = "kernel", "initrd", "out"
 
 _MIB = 1024 * 1024
 # A guest that floods its console fills this much of the runtime directory. Firecracker takes a full file for its end,
@@ -54,13 +69,26 @@ _MAX_CONSOLE_BYTES = 4 * _MIB
 _MAX_STATE_BYTES = 16 * _MIB
 
 
-class FirecrackerEngine(WithoutLiveForks):
-    name = "firecracker"
+# Tried once: it takes some milliseconds, and what forbids it lasts.
+find_suspending_lack = functools.cache(lambda: find_lack(suspending=True))
 
-    def __init__(self, *, outlive: bool = False) -> None:
-        """`outlive`: forks go on when we end; parents never do. Raises HostLacks."""
+
+class FirecrackerEngine:
+    name = "firecracker"
+    opens_taps = True
+    streams_go_on = False
+
+    def __init__(self, *, outlive: bool = False, users: UserRange = DEFAULT_USERS, live_forks: bool = False) -> None:
+        """`outlive`: forks go on when we end; parents never do. `users`: whom forks run as. Raises HostLacks.
+
+        `live_forks`: its VMs can be forked while they run, and have a cell of forkd's instead of the jailer's jail.
+        """
         self._binaries = find_binaries()
         self._outlive = outlive
+        self._users = user_ids(users)
+        self._live_forks = live_forks
+        self._filters: Filters | None = None
+        self._filters_turn = asyncio.Lock()
         self._jails = self._binaries.firecracker.name if self._binaries.jailer else None
         # Only a network namespace of its own keeps a VM's interface from everybody else's network.
         self._network = self._jails is not None and has_tun() and can_override_taps(self._binaries.version)
@@ -69,17 +97,17 @@ class FirecrackerEngine(WithoutLiveForks):
         if self._jails is None:
             _log.warning("Firecracker runs without a jail, as only root can make one: KVM and seccomp still hold")
 
-    async def boot(self, spec: BootSpec, directory: Path, memory_in: Path) -> Machine:
-        slot = Slot(directory, self._jails)
+    async def boot(self, spec: BootSpec, directory: Path, memory_in: Path, nic: Nic | None = None) -> Machine:
+        slot = self._slot(directory, nic)
         tap = self._tap(slot)
-        calls = render_boot(spec, _KERNEL, _INITRD, _ROOT, tap)
+        calls = render_boot(spec, _KERNEL, _INITRD, ROOT, tap)
         kernel = await in_thread(lambda: extract_elf(spec.kernel.read_bytes()))
         with made_directory(directory):
             (directory / _KERNEL).write_bytes(kernel)
             given = {
                 _KERNEL: Given(directory / _KERNEL),
                 _INITRD: Given(spec.initrd),
-                _ROOT: Given(spec.root),
+                ROOT: Given(spec.root),
                 _OUT: Given(memory_in, writable=True),
             }
             max_file_bytes = spec.machine.memory_mib * _MIB + _MAX_STATE_BYTES
@@ -105,14 +133,35 @@ class FirecrackerEngine(WithoutLiveForks):
     def check(self, frozen: Frozen) -> None:
         check_platform(frozen.platform, self._platform)
 
-    async def fork(self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
+    def check_nic(self, frozen: Frozen) -> None:
+        if not self._network:
+            raise _no_network()
+
+    async def fork(
+        self, frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS, nic: Nic | None = None
+    ) -> Machine:
+        """By way of a base, so that it can be forked itself; where that cannot be, a Firecracker of its own."""
+        if nic is not None and NIC_KEY not in frozen.platform:
+            raise _no_nic()
+        if self.why_no_live_forks() is None and frozen.boot.machine.vcpus <= MAX_VCPUS:
+            try:
+                machine = await self._fork_base(frozen, directory, limits, nic, outlive=self._outlive)
+                machine.phases.way = Way.START
+                return machine
+            except NotForkable as error:
+                _log.warning("%s is started so that it cannot be forked: %s", directory.name, error.message)
+        return self._fork_alone(frozen, directory, limits, nic)
+
+    def _fork_alone(self, frozen: Frozen, directory: Path, limits: Limits, nic: Nic | None) -> Machine:
         given = {
-            _ROOT: Given(frozen.boot.root),
+            ROOT: Given(frozen.boot.root),
             STATE_FILE: Given(frozen.directory / STATE_FILE),
             MEMORY_FILE: Given(frozen.memory_file),
         }
-        slot = Slot(directory, self._jails)
+        slot = self._slot(directory, nic)
         with made_directory(directory):
+            if NIC_KEY in frozen.platform:
+                (directory / NIC_MARK).touch()
             if slot.jailed:  # else it is there anyway
                 (directory / MEMORY_FILE).symlink_to(frozen.memory_file.absolute())
             machine = self._start(slot, given, limits, _MAX_CONSOLE_BYTES, parent=False)
@@ -121,11 +170,93 @@ class FirecrackerEngine(WithoutLiveForks):
         machine.start([load], tap, frozen.runs)
         return machine
 
+    def why_no_live_forks(self) -> str | None:
+        if not self._live_forks:
+            return "they have to be asked for there: FORKD_FIRECRACKER_LIVE_FORKS=1"
+        if os.geteuid() != 0:
+            return "only root can have Firecracker's own filters put on its forks"
+        return find_suspending_lack() or find_cell_lack(self._users.users)
+
+    async def template(self, frozen: Frozen, directory: Path, *, run: bool = True) -> Machine:
+        self._require_live_forks()
+        return await self._fork_base(frozen, directory, NO_LIMITS, None, outlive=False, paused=not run, template=True)
+
+    async def _fork_base(
+        self,
+        frozen: Frozen,
+        directory: Path,
+        limits: Limits,
+        nic: Nic | None,
+        *,
+        outlive: bool,
+        paused: bool = False,
+        template: bool = False,
+    ) -> FirecrackerMachine:
+        """A base is there for one fork; what is forked often is that."""
+        begun = time.monotonic()
+        filters = await self._obtain_filters(directory.with_name(f"{directory.name}-tiny"))
+        base = await start_base(
+            self._binaries,
+            frozen,
+            directory.with_name(f"{directory.name}-base"),
+            self._users,
+            network=NIC_KEY in frozen.platform,
+            max_file_bytes=_MAX_CONSOLE_BYTES,
+        )
+        loaded = time.monotonic()
+        try:
+            forking = fork_machine(
+                *(base, directory, limits, self._users, filters, nic),
+                paused=paused,
+                outlive=outlive,
+                template=template,
+            )
+            machine = await finished_or_killed(forking)
+        finally:
+            await base.kill()
+        machine.phases.begun = begun
+        machine.phases.steps = {"state load": loaded, **machine.phases.steps}
+        return machine
+
+    async def fork_live(
+        self,
+        source: Machine,
+        directory: Path,
+        limits: Limits = NO_LIMITS,
+        *,
+        nic: Nic | None = None,
+        settled: bool = False,
+        paused: bool = False,
+    ) -> Machine:
+        assert isinstance(source, FirecrackerMachine)
+        self._require_live_forks()
+        if nic is not None and not (source.directory / NIC_MARK).exists():
+            raise _no_nic()
+        filters = await self._obtain_filters(directory.with_name(f"{directory.name}-tiny"))
+        forking = fork_machine(
+            source, directory, limits, self._users, filters, nic, paused=paused, outlive=self._outlive
+        )
+        return await finished_or_killed(forking)
+
+    def _require_live_forks(self) -> None:
+        if lack := self.why_no_live_forks():
+            raise Unsupported(f"The engine firecracker cannot fork a live VM here: {lack}", hint="See: forkd doctor")
+
+    async def _obtain_filters(self, directory: Path) -> Filters:
+        """Raises NotForkable."""
+        async with self._filters_turn:
+            if self._filters is None:
+                self._filters = await find_filters(self._binaries, directory)
+            return self._filters
+
     async def save(self, machine: Machine, into: Path) -> Saved:
         assert isinstance(machine, FirecrackerMachine)
         state, memory = await machine.save()
         await in_thread(lambda: _write_readable(into / STATE_FILE, state))
-        return Saved(self._platform, memory)
+        platform = dict(self._platform)
+        if not (machine.directory / NIC_MARK).exists():  # it comes from a snapshot that was made without
+            platform.pop(NIC_KEY, None)
+        return Saved(platform, memory)
 
     async def adopt(self, directory: Path, leader: Marked | None = None) -> Machine:
         slot = Slot.found(directory)
@@ -133,12 +264,18 @@ class FirecrackerEngine(WithoutLiveForks):
             api = Api(slot.root / API_SOCKET)
             group, phases = find_group(directory), Phases(time.monotonic())
             machine = FirecrackerMachine(slot, process, phases, api, group=group)
+            machine.keep_users(self._users, hold_lineage(self._users, process.pid))
             try:
                 await machine.take_up()
             except BaseException:
                 await machine.release()
                 raise
             return machine
+
+    def _slot(self, directory: Path, nic: Nic | None) -> Slot:
+        if nic is not None and not self._network:
+            raise _no_network()
+        return Slot(directory, self._jails, None if nic is None else Place(nic.namespace, nic.tap_name))
 
     def _tap(self, slot: Slot) -> str | None:
         return slot.tap if self._network else None
@@ -167,3 +304,14 @@ def _write_readable(path: Path, data: bytes) -> None:
     """By each child, which is a user of its own."""
     path.write_bytes(data)
     path.chmod(0o644)
+
+
+def _no_nic() -> Unsupported:
+    return Unsupported("The snapshot was made without a network interface", hint="Make it again: forkd snapshot create")
+
+
+def _no_network() -> Unsupported:
+    return Unsupported(
+        "Firecracker gives no network to its guests here",
+        hint="Run forkd as root, with Firecracker's jailer 1.12 or newer and /dev/net/tun",
+    )

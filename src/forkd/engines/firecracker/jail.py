@@ -6,7 +6,9 @@ remembers those names, and in every child they mean the child's own.
     <directory>/console.log                 ours: what the guest and a failing jailer wrote
     <directory>/fstab                       ours: what is bound into the jail
     <directory>/memory                      ours: a link to the memory file it was given
+    <directory>/nic                         ours: there when its guest was set up for a network
     <directory>/firecracker/<id>/root/      the jail; without one, all of it is in <directory>
+    <directory>/cell/                       of a base (base_vm.py), in place of a jail
         root.erofs memory state             what it is given: bound (in its own mount namespace) or linked
         api.sock agent.sock firecracker.log what it makes; `saved` for a moment
 
@@ -26,6 +28,12 @@ from forkd.host.firecracker import Binaries
 API_SOCKET = "api.sock"
 VMM_LOG = "firecracker.log"
 _FSTAB = "fstab"
+# In a VM's directory: its guest was set up for a network. Of one that can be forked it has the number of its tap.
+NIC_MARK = "nic"
+# Of one that can be forked, or is a fork: what it asked of KVM, and where in its cell what is saved of it is written.
+RECORD = "kvm.json"
+SAVES = "/saves"
+_CELL = "cell"
 _ARGUMENTS = ("--api-sock", API_SOCKET, "--log-path", VMM_LOG, "--level", "Warn")
 
 # Above what people and services have.
@@ -33,7 +41,8 @@ _UID_BASE = 0x40000000
 
 # Who runs this stands in front of the jail's namespaces and waits; when it dies, so does the first process in them,
 # and with that one (the kernel sees to it) all others.
-_UNSHARE = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--")
+_UNSHARE = ("unshare", "--mount", "--ipc", "--uts", "--pid", "--fork", "--kill-child")
+_OWN_NETWORK = "--net"
 # That first process. What it runs is not its last command, so that it stays, and tells how it ended.
 _INSIDE = """\
 mount --all --fstab "$1" || exit 1
@@ -52,26 +61,47 @@ class Given:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A network namespace that is there already, and a tap in it that nobody has open."""
+
+    namespace: str
+    tap: str
+
+
+@dataclass(frozen=True)
 class Slot:
-    """`jails` is what the jailer calls the directory of its jails: after the program in them. None: no jail."""
+    """`jails` is what the jailer calls the directory of its jails: after the program in them. None: no jail.
+
+    `network`: what it enters, instead of a network namespace of its own. `inside`: in a cell that has a directory for
+    what it makes.
+    """
 
     directory: Path
     jails: str | None
+    network: Place | None = None
+    inside: bool = False
 
     @property
     def jailed(self) -> bool:
         return self.jails is not None
 
     @property
+    def forked(self) -> bool:
+        """It has nothing of its own but what it was given open, and a place for what is saved."""
+        return not self.inside and (self.directory / RECORD).exists()
+
+    @property
     def root(self) -> Path:
         """The directory that Firecracker's relative names are in."""
+        if self.inside:
+            return self.directory / _CELL
         return self.directory / self.jails / self.directory.name / "root" if self.jails else self.directory
 
     @classmethod
     def found(cls, directory: Path) -> Slot:
         """Of one that was started already."""
         jails = (path.parent.parent.name for path in directory.glob(f"*/{directory.name}/root"))
-        return cls(directory, next(jails, None))
+        return cls(directory, next(jails, None), inside=(directory / _CELL).is_dir())
 
     @property
     def owner(self) -> int:
@@ -80,7 +110,11 @@ class Slot:
 
     @property
     def tap(self) -> str:
-        """In a network namespace of its own any name would do; a unique one can also be moved out."""
+        return self.own_tap if self.network is None else self.network.tap
+
+    @property
+    def own_tap(self) -> str:
+        """Leads nowhere. In a network namespace of its own any name would do; this one tells whose it is."""
         return f"fd{hashlib.sha256(os.fsencode(self.directory)).hexdigest()[:12]}"
 
     def furnish(self, given: Mapping[str, Given]) -> None:
@@ -114,7 +148,7 @@ class Slot:
     def render_command(self, binaries: Binaries, max_file_bytes: int) -> list[str]:
         """`max_file_bytes` is the jailer's to set, after it has copied Firecracker; without a jail the caller does."""
         if not self.jailed:
-            return [str(binaries.firecracker), "--id", self.directory.name, *_ARGUMENTS]
+            return [str(binaries.firecracker), *render_arguments(self.directory)]
         assert binaries.jailer is not None
         jailer = [
             *(str(binaries.jailer), "--id", self.directory.name, "--exec-file", str(binaries.firecracker)),
@@ -122,7 +156,15 @@ class Slot:
             *("--resource-limit", f"fsize={max_file_bytes}"),
         ]
         inside = ["/bin/sh", "-c", _INSIDE, "forkd-jail", str(self.directory / _FSTAB)]
-        return [*_UNSHARE, *inside, *jailer, "--", *_ARGUMENTS]
+        namespaces = [*_UNSHARE, _OWN_NETWORK]
+        if self.network is not None:
+            namespaces = ["nsenter", f"--net={self.network.namespace}", "--", *_UNSHARE]
+        return [*namespaces, "--", *inside, *jailer, "--", *_ARGUMENTS]
+
+
+def render_arguments(directory: Path) -> list[str]:
+    """Without a jail."""
+    return ["--id", directory.name, *_ARGUMENTS]
 
 
 def _escaped(path: Path) -> str:

@@ -14,9 +14,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from forkd.engines.base import MEMORY_FILE, ExitReason, Phases, tail_of
+from forkd.engines.base import MEMORY_FILE, ExitReason, Nic, Phases, tail_of
 from forkd.engines.firecracker.api import Api, open_stream
-from forkd.engines.firecracker.jail import VMM_LOG, Slot
+from forkd.engines.firecracker.jail import SAVES, VMM_LOG, Slot
 from forkd.engines.firecracker.plan import (
     AGENT_VSOCK_PORT,
     Call,
@@ -35,7 +35,7 @@ from forkd.host.marked import kill_marked
 from forkd.host.pages import LiveMemory, find_memory
 from forkd.host.process import KILL_DEADLINE_S, Exited, ExitStatus, WatchedProcess, children_of, take_over
 from forkd.host.system import start_time_ticks
-from forkd.host.tap import make_tap
+from forkd.host.tap import get_tap_name, make_tap, take_tap
 from forkd.host.threads import in_thread
 from forkd.host.trees import remove_directory
 from forkd.model.memory import Run
@@ -56,6 +56,8 @@ T = TypeVar("T")
 
 
 class FirecrackerMachine(ProcessMachine):
+    filters = 1  # its own, which is an allow-list
+
     def __init__(
         self,
         slot: Slot,
@@ -65,13 +67,18 @@ class FirecrackerMachine(ProcessMachine):
         *,
         group: Group | None,
         parent: bool = False,
+        template: bool = False,
         paused: bool = False,
     ) -> None:
-        """`process` is the keeper of a jail, or Firecracker. `parent`: it boots, and is to be frozen."""
+        """`process` is the keeper of a jail, or Firecracker. `parent`: it boots, and is to be frozen.
+
+        `template`: it is there to be forked, once it stands still.
+        """
         super().__init__(slot.directory, process, phases, group=group, paused=paused)
         self._slot = slot
         self._api = api
         self._parent = parent
+        self._template = template
         self._first: WatchedProcess | None = None  # in the pid namespace of a jail: what ends it ends all
         self._vmm_pid: int | None = None
         self._stream: socket.socket | None = None  # of a parent: what was handed out, ours too
@@ -96,9 +103,20 @@ class FirecrackerMachine(ProcessMachine):
             await self.ask(call)
         if runs:
             self.phases.mark("state load", time.monotonic())
-            await in_thread(lambda: self._write(runs))
+            await in_thread(lambda: self.write(runs))
             await self.ask(render_resume())
         if not self._parent:
+            self.phases.mark("resume", time.monotonic())
+
+    def go_on(self, *, paused: bool) -> None:
+        """Of a fork, which may be asked before it runs."""
+        self._begin(self._go_on(paused=paused))
+
+    async def _go_on(self, *, paused: bool) -> None:
+        await self.reach_api()
+        if not paused:
+            await self.ask(render_resume())
+            self._paused = False
             self.phases.mark("resume", time.monotonic())
 
     async def reach_api(self) -> None:
@@ -126,17 +144,49 @@ class FirecrackerMachine(ProcessMachine):
         return await self._answered(f"{call.method} {call.path}", self._api.call(call), expected)
 
     async def pause(self) -> None:
-        await self.running()
-        await self.ask(render_pause())
-        self._paused = True
+        if self._template:
+            await self.hang_up()
+        async with self._commanded():  # a fork stops it, and has it go on
+            await self.ask(render_pause())
+            self._paused = True
 
     async def resume(self) -> None:
-        await self.running()
-        await self.ask(render_resume())
-        self._paused = False
+        async with self._commanded():
+            await self.ask(render_resume())
+            self._paused = False
         if self._saved:
             self._saved = False
             self._cut_stream()
+
+    async def plug(self, nic: Nic | None) -> None:
+        await self.running()
+        if nic is None and not await in_thread(self._has_network):
+            return
+        raise Unsupported(
+            "Firecracker cannot change the network interface of a VM that runs",
+            hint="Fork another one with the network it is to have, or use the engine qemu",
+        )
+
+    def find_tap(self) -> int | None:
+        """Not the one that leads nowhere."""
+        try:
+            with contextlib.ExitStack() as unwanted:
+                tap = take_tap(self.pid)
+                if tap is None:
+                    return None
+                unwanted.callback(os.close, tap)
+                if get_tap_name(tap) == self._slot.own_tap:
+                    return None
+                unwanted.pop_all()
+                return tap
+        except OSError as error:
+            raise EngineFailed(f"The network interface of {self._directory.name} cannot be looked at") from error
+
+    def _has_network(self) -> bool:
+        tap = self.find_tap()
+        if tap is not None:
+            os.close(tap)
+        return tap is not None
 
     async def save(self) -> tuple[bytes, LiveMemory]:
         """The device state of a paused VM, and where its memory is.
@@ -146,20 +196,23 @@ class FirecrackerMachine(ProcessMachine):
         await self.running()
         if not self._paused:
             raise EngineFailed("Only a paused VM can be saved", hint="Pause it first")
-        memory = await in_thread(self._find_memory)
-        place = self._slot.root / _SAVED
-        await in_thread(lambda: remove_saved(place))
-        self._saved = True
-        try:
-            await self.ask(render_save(_SAVED), is_saved)
-            raise EngineFailed("Firecracker wrote memory that it was not given a place for")
-        except EngineFailed as error:
-            if not is_saved(error.message):
-                raise
-        try:
-            return await in_thread(lambda: read_saved(place)), memory
-        finally:
+        async with self._commanded():
+            memory = await in_thread(self._find_memory)
+            place, name = self._slot.root / _SAVED, _SAVED
+            if self._slot.forked:
+                place, name = Path(f"/proc/{self.pid}/root{SAVES}/{_SAVED}"), f"{SAVES}/{_SAVED}"
             await in_thread(lambda: remove_saved(place))
+            self._saved = True
+            try:
+                await self.ask(render_save(name), is_saved)
+                raise EngineFailed("Firecracker wrote memory that it was not given a place for")
+            except EngineFailed as error:
+                if not is_saved(error.message):
+                    raise
+            try:
+                return await in_thread(lambda: read_saved(place)), memory
+            finally:
+                await in_thread(lambda: remove_saved(place))
 
     def _find_memory(self) -> LiveMemory:
         try:
@@ -167,7 +220,7 @@ class FirecrackerMachine(ProcessMachine):
         except OSError as error:
             raise EngineFailed("The VM was started where it could not be saved", hint="Fork it again") from error
 
-    def _write(self, runs: Sequence[Run]) -> None:
+    def write(self, runs: Sequence[Run]) -> None:
         try:
             write_runs(self._find_memory(), runs)
         except PermissionError as error:
@@ -192,11 +245,12 @@ class FirecrackerMachine(ProcessMachine):
                         pass
 
     async def _reach_agent(self) -> socket.socket:
-        await self.running()
+        if not self._slot.forked:  # a fork takes connections before it runs
+            await self.running()
         patience_s = _BOOT_PATIENCE_S if self._parent else _PATIENCE_S
         opening = open_stream(self._slot.root / AGENT_SOCKET, AGENT_VSOCK_PORT, patience_s)
         sock = await self._answered("connecting to the agent", opening)
-        if self._parent:
+        if self._parent or self._template:
             self._forget_stream()
             self._stream = sock.dup()
         self._handed_out = weakref.ref(sock)

@@ -15,6 +15,7 @@ from forkd.engines.machine import AGENT_SOCKET
 from forkd.errors import EngineFailed, InvalidInput
 from forkd.host.firecracker import Binaries, parse_numbers
 from forkd.host.system import parse_cpu
+from forkd.model.network import GUEST_MAC
 
 AGENT_VSOCK_PORT = 1024
 MAX_VCPUS = 32
@@ -25,7 +26,11 @@ FREEZE_DEADLINE_S = 600.0
 # Firecracker promises device state within one version, and a guest has seen the CPU it ran on.
 _NEEDED = {"firecracker": "Firecracker", "cpu": "the CPU", "network": "the network"}
 _OLDEST_WITH_OVERRIDES = (1, 12)
+# In a platform: not among what is needed, as a VM without it runs, but gets no network.
+NIC_KEY = "nic"
 _NIC = "eth0"
+# The root's name is frozen into snapshots.
+ROOT = "root.erofs"
 _NOWHERE = "nowhere"
 _NO_MEMORY_FILE = "Cannot perform open on the memory backing file"
 _GUEST_CID = 3  # the first that is free; each Firecracker has a vsock of its own
@@ -68,9 +73,23 @@ def render_boot(spec: BootSpec, kernel: str, initrd: str, root: str, tap: str | 
         Call("PUT", "/drives/root", drive),
         Call("PUT", "/vsock", {"guest_cid": _GUEST_CID, "uds_path": AGENT_SOCKET}),
         Call("PUT", "/entropy", {}),
-        *([Call("PUT", f"/network-interfaces/{_NIC}", {"iface_id": _NIC, "host_dev_name": tap})] if tap else []),
+        *([_render_nic(tap)] if tap else []),
         Call("PUT", "/actions", {"action_type": "InstanceStart"}),
     ]
+
+
+def render_tiny(kernel: str) -> list[Call]:
+    """A machine without devices."""
+    return [
+        Call("PUT", "/machine-config", {"vcpu_count": 1, "mem_size_mib": 32}),
+        Call("PUT", "/boot-source", {"kernel_image_path": kernel}),
+        Call("PUT", "/actions", {"action_type": "InstanceStart"}),
+    ]
+
+
+def _render_nic(tap: str) -> Call:
+    nic = {"iface_id": _NIC, "guest_mac": GUEST_MAC, "host_dev_name": tap}
+    return Call("PUT", f"/network-interfaces/{_NIC}", nic)
 
 
 def render_freeze(state: str, memory: str) -> list[Call]:
@@ -125,12 +144,16 @@ def parse_paused(answer: object) -> bool:
 
 
 def render_platform(binaries: Binaries, cpuinfo: str, kernel: str, *, network: bool) -> dict[str, str]:
-    """What a frozen VM must find again; `kernel`, the host's, is recorded only."""
+    """What a frozen VM must find again; `kernel`, the host's, is recorded only.
+
+    `nic`: its guest was set up for a network. Older ones have an interface, and a guest that knows nothing of it.
+    """
     return {
         "firecracker": binaries.version,
         "cpu": parse_cpu(cpuinfo),
         "network": "tap" if network else "none",
         "kernel": kernel,
+        **({NIC_KEY: "virtio-net"} if network else {}),
     }
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from forkd.engines.base import Engine, Entry, Findings, Verdict
+from forkd.engines.base import Engine, Entry, Findings, Opening, Verdict
 from forkd.host.finding import Status
+from forkd.host.user_ids import DEFAULT_USERS
 
 _UNDER_KVM = "a virtual machine each, under KVM"
 _EMULATED = "a virtual machine each, the processor emulated by QEMU"
@@ -23,11 +24,12 @@ def judge(found: Findings, asked: bool) -> Verdict:
     return Verdict(f"; it emulates the processor, as {no_kvm}", "tcg", _EMULATED)
 
 
-def _open(accelerator: str | None, outlive: bool) -> Engine:
+def _open(accelerator: str | None, opening: Opening) -> Engine:
     from forkd.engines.qemu.engine import QemuEngine
 
     assert accelerator is not None
-    return QemuEngine(accelerator, outlive=outlive)
+    users = opening.users or DEFAULT_USERS
+    return QemuEngine(accelerator, outlive=opening.outlive, cell=opening.cell, users=users)
 
 
 ENTRY = Entry("qemu", ("qemu", "kvm", "qemu with kvm", "tcg"), judge, _open)

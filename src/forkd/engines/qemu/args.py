@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,42 +25,58 @@ _TCG_KERNEL_ARGS = "mitigations=off"
 # a large guest that runs guests of its own, as in the lab, did with 64 MiB every few seconds.
 _TCG_BUFFER_MIB = 64
 _TCG_BUFFER_SHARE = 8
+# QEMU opens files that it inherited by the numbers of sets.
+_CONSOLE_SET, _ROOT_SET = 1, 2
 
 
 @dataclass(frozen=True)
 class Slot:
-    """What belongs to one VM process: its name, its console file, its two listening sockets."""
+    """What belongs to one VM process: its name, and what it inherits open: console, root, two listening sockets."""
 
     name: str
-    console: Path
+    console_fd: int
+    root_fd: int
     agent_fd: int
     qmp_fd: int
 
 
 @dataclass(frozen=True)
 class Ram:
-    """The memory file; a parent writes through to it, a child maps it privately."""
+    """The file that QEMU maps as memory. One that is to be written through to is shared."""
 
     path: Path
     shared: bool
 
 
 def render_args(
-    qemu: str, accelerator: str, spec: BootSpec, slot: Slot, ram: Ram, *, incoming: bool, spawn: str = "deny"
+    qemu: Sequence[str],
+    accelerator: str,
+    spec: BootSpec,
+    slot: Slot,
+    ram: Ram,
+    *,
+    incoming: bool,
+    forkable: bool,
+    nic: Sequence[str] = (),
 ) -> list[str]:
-    """`spawn`: whether QEMU's own filter denies new processes; `allow` where another one does, or is to be forked."""
+    """`forkable`: QEMU's own filter lets it make a process and change its user; forkd's lets only its tracer.
+
+    `nic`: what it is told of its network interface.
+    """
+    fork = "allow" if forkable else "deny"
     args = [
-        qemu,
+        *qemu,
         *("-name", f"forkd-{slot.name}"),
         *("-nodefaults", "-no-user-config", "-no-reboot"),
         *("-display", "none"),
-        *("-sandbox", f"on,obsolete=deny,elevateprivileges=deny,spawn={spawn},resourcecontrol=deny"),
+        *("-sandbox", f"on,obsolete=deny,elevateprivileges={fork},spawn={fork},resourcecontrol=deny"),
         *("-machine", "pc,usb=off,vmport=off,smbus=off,hpet=off,graphics=off,memory-backend=ram"),
         *_accelerator_args(accelerator, spec.machine),
         *("-smp", str(spec.machine.vcpus)),
         *("-m", f"{spec.machine.memory_mib}M"),
         *("-object", _memory_object(ram, spec.machine.memory_mib)),
-        *("-chardev", f"file,id=console,path={_quoted(slot.console)},append=on"),
+        *("-add-fd", f"fd={slot.console_fd},set={_CONSOLE_SET}", "-add-fd", f"fd={slot.root_fd},set={_ROOT_SET}"),
+        *("-chardev", f"file,id=console,path=/dev/fdset/{_CONSOLE_SET},append=on"),
         *("-serial", "chardev:console"),
         *("-chardev", f"socket,id=qmp,fd={slot.qmp_fd},server=on,wait=off"),
         *("-mon", "chardev=qmp,mode=control"),
@@ -67,14 +84,16 @@ def render_args(
         *("-chardev", f"socket,id=agent,fd={slot.agent_fd},server=on,wait=on"),
         *("-device", "virtio-serial-pci,max_ports=2"),
         *("-device", f"virtserialport,chardev=agent,name={AGENT_PORT}"),
-        *("-drive", f"file={_quoted(spec.root)},if=none,id=root,format=raw,readonly=on,file.locking=off"),
+        *("-drive", f"file=/dev/fdset/{_ROOT_SET},if=none,id=root,format=raw,readonly=on,file.locking=off"),
         *("-device", "virtio-blk-pci,drive=root"),
+        *nic,
     ]
     if incoming:
         # A child is past its boot; reading kernel and initramfs again would cost it a third of its start.
         return [*args, "-incoming", "defer"]
     return [
         *args,
+        "-S",  # until its system calls are filtered
         *("-kernel", str(spec.kernel)),
         *("-initrd", str(spec.initrd)),
         *("-append", _kernel_args(accelerator)),
@@ -135,7 +154,7 @@ def parse_version(text: str) -> str:
     return f"{found[1]} ({found[2]})" if found[2] else found[1]
 
 
-def render_platform(binary: Binary, accelerator: str, cpuinfo: str) -> dict[str, str]:
+def render_platform(binary: Binary, accelerator: str, cpuinfo: str, nic: str) -> dict[str, str]:
     """What a frozen VM must find again. Emulated CPUs are the same on every host; with KVM the CPU is the host's."""
     cpu = "emulated" if accelerator == "tcg" else parse_cpu(cpuinfo)
-    return {"qemu": binary.version, "accelerator": accelerator, "cpu": cpu}
+    return {"qemu": binary.version, "accelerator": accelerator, "cpu": cpu, "nic": nic}

@@ -9,15 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from forkd.engines.base import Nic
 from forkd.engines.machine import AGENT_SOCKET, CONSOLE, connected_socket, listening_socket
 from forkd.engines.qemu.machine import VMM_LOG
 from forkd.engines.qemu.monitor import QMP_SOCKET
-from forkd.errors import NotForkable
+from forkd.engines.qemu.nic import TAP, open_end
 from forkd.host.procfork.descriptors import Action, Choice, Descriptor, Ours
-from forkd.host.procfork.ptrace import take_descriptor
 
 AGENT = "agent"
-_SO_ACCEPTCONN = 30
+# What its sockets are for, by the names of their files.
+ROLES = {AGENT_SOCKET: AGENT, QMP_SOCKET: "monitor"}
 _LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 
 
@@ -31,6 +32,7 @@ class Ends:
     monitor: socket.socket
     console: int
     log: int
+    tap: int
     channel: socket.socket
     control: socket.socket
 
@@ -42,21 +44,23 @@ class Ends:
             "monitor": self.monitor.fileno(),
             "console": self.console,
             "log": self.log,
+            TAP: self.tap,
         }
 
 
-def render_choice(source: Path, roles: Mapping[str, str]) -> Choice:
+def render_choice(source: Path, roles: Mapping[str, str], tap: int | None = None) -> Choice:
+    """`tap`: the number of its network interface, whatever is there now."""
     names = {**roles, str(source / CONSOLE): "console", str(source / VMM_LOG): "log"}
 
     def choose(descriptor: Descriptor) -> Action | None:
-        name = names.get(descriptor.link)
+        name = TAP if descriptor.number == tap else names.get(descriptor.link)
         return None if name is None else Ours(name)
 
     return choose
 
 
 @contextlib.contextmanager
-def opened_ends(directory: Path, *, served: bool) -> Iterator[Ends]:
+def opened_ends(directory: Path, nic: Nic | None = None, *, served: bool) -> Iterator[Ends]:
     """All but `channel` and `control` are closed when the block has ended; these too when it failed.
 
     `served`: the source's agent has a client, in whose place the fork finds ours. Its stream goes on where it is: had
@@ -74,7 +78,9 @@ def opened_ends(directory: Path, *, served: bool) -> Iterator[Ends]:
             sock.setblocking(False)
         console = _opened(directory / CONSOLE, theirs)
         log = _opened(directory / VMM_LOG, theirs)
-        yield Ends(agent_listener, agent, monitor_listener, monitor, console, log, channel, control)
+        tap = open_end(nic)
+        theirs.callback(os.close, tap)
+        yield Ends(agent_listener, agent, monitor_listener, monitor, console, log, tap, channel, control)
         on_failure.pop_all()
 
 
@@ -88,31 +94,3 @@ def _opened(path: Path, closed_by: contextlib.ExitStack) -> int:
     fd = os.open(path, _LOG_FLAGS, 0o600)
     closed_by.callback(os.close, fd)
     return fd
-
-
-def find_roles(pid: int) -> dict[str, str]:
-    """What the sockets of a QEMU are for, by the links under which /proc shows them."""
-    roles: dict[str, str] = {}
-    with contextlib.ExitStack() as opened:
-        try:
-            pidfd = os.pidfd_open(pid)
-            opened.callback(os.close, pidfd)
-            for entry in Path(f"/proc/{pid}/fd").iterdir():
-                link = str(entry.readlink())
-                if link.startswith("socket:"):
-                    with socket.socket(fileno=take_descriptor(pidfd, int(entry.name))) as sock:
-                        role = _role(sock)
-                    if role is not None:
-                        roles[link] = role
-        except OSError as error:
-            raise NotForkable(f"The sockets of process {pid} cannot be looked at: {error.strerror}") from error
-    return roles
-
-
-def _role(sock: socket.socket) -> str | None:
-    if sock.family != socket.AF_UNIX:
-        return None
-    listener = " listener" if sock.getsockopt(socket.SOL_SOCKET, _SO_ACCEPTCONN) else ""
-    names = {AGENT_SOCKET: AGENT, QMP_SOCKET: "monitor"}
-    name = names.get(Path(sock.getsockname() or "").name)
-    return name + listener if name else None

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import signal
+import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from forkd.engines.base import ExitReason, Phases, tail_of
+from forkd.engines.base import ExitReason, Nic, Phases, tail_of
 from forkd.engines.machine import AGENT_SOCKET, ProcessMachine, connect_to, found_process, parse_exit
 from forkd.engines.qemu.memory import find_live_memory
 from forkd.engines.qemu.monitor import QMP_SOCKET, Incoming, Monitor
+from forkd.engines.qemu.nic import open_end, render_move, require_tap_number, take_tap
 from forkd.errors import EngineFailed
 from forkd.host.cgroup import Group, find_group
 from forkd.host.marked import Marked
 from forkd.host.pages import LiveMemory
 from forkd.host.process import ExitStatus, WatchedProcess
+from forkd.host.procfork.registers import POLLS
+from forkd.host.procfork.source import make_calls
 from forkd.host.threads import in_thread
-
-if TYPE_CHECKING:
-    from forkd.engines.qemu.live_fork import ForkThread
+from forkd.host.user_ids import UserIds, hold_lineage
 
 VMM_LOG = "qemu.log"
 # The device state that was saved last. QEMU saves it once while the VM stands still; then it is still true.
 SAVED_STATE = "saved"
 _SAVED = "postmigrate"
+# Said of every channel we hand over already connected, and of an interface that is to lead nowhere.
+_MEANS_NOTHING = ("waiting for connection on", "is not connected to host network")
 SetUp = Callable[[int], None]
 # QEMU answers at once; a host that is busy with many others may take its time.
 ADOPT_DEADLINE_S = 20.0
@@ -50,8 +51,6 @@ class QemuMachine(ProcessMachine):
         """One whose monitor is connected, or about to be: see `start` and `go_on`."""
         super().__init__(directory, process, phases, channel=channel, group=group, paused=paused)
         self.monitor = monitor
-        self.forking = asyncio.Lock()
-        self.fork_thread: ForkThread | None = None
 
     def start(self, state: Incoming | None, set_up: SetUp | None, *, run: bool = True) -> None:
         """`set_up`: what is done, in a thread, to its process before that loads the state; then its guest runs."""
@@ -74,9 +73,9 @@ class QemuMachine(ProcessMachine):
                 await self.monitor.load_state(state)
                 self.phases.mark("state load", time.monotonic())
                 self._paused = not run
-                if run:
-                    await self.monitor.execute("cont")
-                    self.phases.mark("resume", time.monotonic())
+            if run:
+                await self.monitor.execute("cont")
+                self.phases.mark("resume", time.monotonic())
 
     async def _go_on(self, *, paused: bool) -> None:
         with self._told():
@@ -90,6 +89,8 @@ class QemuMachine(ProcessMachine):
         """What QEMU itself said goes with the error."""
         try:
             yield
+        except OSError as error:
+            raise EngineFailed(f"QEMU could not be set up: {error.strerror}") from error
         except EngineFailed as error:
             raise EngineFailed(error.message, hint=error.hint, details=self._vmm_output() or None) from error
 
@@ -102,6 +103,28 @@ class QemuMachine(ProcessMachine):
         async with self._commanded():
             await self.monitor.execute("cont")
             self._paused = False
+
+    async def plug(self, nic: Nic | None) -> None:
+        async with self._commanded():
+            tap = require_tap_number(self.pid)
+            end = open_end(nic)
+            try:
+                lent = await self.monitor.lend(end)
+                os.set_blocking(end, False)  # what QEMU receives it has block, and it would wait there for a packet
+            finally:
+                os.close(end)
+            try:
+                # Closed by QEMU itself, which counts it.
+                calls = render_move(lent.number, tap)[:1]
+                await in_thread(lambda: make_calls(self.pid, calls, POLLS))
+            finally:
+                await self.monitor.give_back(lent)
+
+    def find_tap(self) -> int | None:
+        try:
+            return take_tap(self.pid)
+        except OSError as error:
+            raise EngineFailed(f"The network interface of {self.directory.name} cannot be looked at") from error
 
     async def save(self) -> tuple[bytes, LiveMemory]:
         """The device state of a paused VM, and where its memory is."""
@@ -125,36 +148,17 @@ class QemuMachine(ProcessMachine):
         _keep(place, state.getvalue())
         return state.getvalue()
 
-    @contextlib.asynccontextmanager
-    async def _commanded(self) -> AsyncIterator[None]:
-        """While no fork is made of it, and none is kept at rest for."""
-        await self.running()
-        async with self.forking:
-            if self.fork_thread is not None:
-                await self.fork_thread.let_go()
-            yield
-
     async def _end_process(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
-        # As long as a tracer has not looked at a dead process, that is not over.
-        await self._close_fork_thread()
         await super()._end_process()
         await self.monitor.close()
 
-    async def _close_fork_thread(self) -> None:
-        if self.fork_thread is not None:
-            thread, self.fork_thread = self.fork_thread, None
-            await thread.close()
-
     async def release(self) -> None:
-        await self._close_fork_thread()
         await super().release()
         await self.monitor.close()
 
     def _vmm_output(self) -> str:
         lines = tail_of(self._directory / VMM_LOG).splitlines()
-        # Said of every channel we hand over already connected; it means nothing.
-        return "\n".join(line for line in lines if "waiting for connection on" not in line)
+        return "\n".join(line for line in lines if not any(saying in line for saying in _MEANS_NOTHING))
 
     def _reason(self, status: ExitStatus) -> ExitReason:
         return parse_exit(status, self.console_tail())
@@ -170,7 +174,7 @@ def _keep(place: Path, data: bytes) -> None:
         new.unlink(missing_ok=True)
 
 
-async def adopt(directory: Path, leader: Marked | None) -> QemuMachine:
+async def adopt(directory: Path, leader: Marked | None, users: UserIds) -> QemuMachine:
     """See Engine.adopt."""
     async with found_process(directory, leader) as process:
         monitor = Monitor(await connect_to(directory / QMP_SOCKET))
@@ -182,7 +186,9 @@ async def adopt(directory: Path, leader: Marked | None) -> QemuMachine:
             await monitor.close()
             raise
         group, phases = find_group(directory), Phases(time.monotonic())
-        return QemuMachine(directory, process, phases, monitor, channel=channel, group=group, paused=paused)
+        machine = QemuMachine(directory, process, phases, monitor, channel=channel, group=group, paused=paused)
+        machine.keep_users(users, hold_lineage(users, process.pid))
+        return machine
 
 
 def parse_paused(answer: object) -> bool:

@@ -1,14 +1,15 @@
 """A QEMU's memory: the snapshot's file mapped privately, and over it what layers hold, by QEMU's own system calls.
 
-QEMU saves device state without memory only of memory that it believes is shared. So it is started with the file shared,
-and before it loads anything the file is mapped once more at the same address, privately: the believing stays.
+QEMU saves device state without memory only of memory that it believes is shared. So it is started with a decoy, an
+empty file of the same size, shared; before it loads anything the snapshot's file is mapped over that, privately: the
+believing stays. The file takes the decoy's place among its descriptors, too, open for reading only: nobody who breaks
+into a QEMU can write to it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,19 +24,18 @@ from forkd.model.memory import PAGE, Run, cut, merge_runs
 
 # Each costs a system call at the start, and a little in every fork; the rest of a layer is copied.
 MOST_MAPPED = 512
-_CLOSE, _MMAP = 3, 9
+_CLOSE, _MMAP, _DUP3 = 3, 9, 292
 _READ_WRITE = 3
 _PRIVATE, _FIXED, _ANONYMOUS = 0x02, 0x10, 0x20
 _NO_FD = 2**64 - 1
-_SHARED_MEMORY = b",share=on,"
-_MEMORY_PATH = re.compile(rb",mem-path=((?:[^,\0]|,,)*),")
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a VM's memory is to have. QEMU inherits the descriptors of `fds`, under the same numbers."""
+    """What a VM's memory is to have. QEMU inherits the descriptors of `fds` and `file_fd`, under the same numbers."""
 
     file: Path
+    file_fd: int = -1
     mapped: tuple[Run, ...] = ()
     copied: tuple[Run, ...] = ()
     fds: tuple[tuple[Path, int], ...] = ()
@@ -47,39 +47,48 @@ def opened_content(file: Path, runs: Sequence[Run]) -> Iterator[Content]:
     mapped, copied = choose_mapped(runs)
     with contextlib.ExitStack() as opened:
         fds = []
-        for path in files_of(mapped):
+        for path in (file, *files_of(mapped)):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             opened.callback(os.close, fd)
             fds.append((path, fd))
-        yield Content(file, tuple(mapped), tuple(copied), tuple(fds))
+        yield Content(file, fds[0][1], tuple(mapped), tuple(copied), tuple(fds[1:]))
 
 
-def make_private(pid: int, content: Content, then: Sequence[Call] = ()) -> None:
+def make_decoy(place: Path, size_bytes: int, user: int | None) -> Path:
+    """For QEMU to be started with, as `user`. It is gone once the memory is in place."""
+    with place.open("xb") as file:
+        file.truncate(size_bytes)
+        if user is not None:
+            os.fchown(file.fileno(), user, user)
+    return place
+
+
+def make_private(pid: int, decoy: Path, content: Content, then: Sequence[Call] = ()) -> None:
     """Of a QEMU that has loaded nothing yet; `then` are calls to be made on the way. Raises EngineFailed."""
     with _understood(pid, content.file):
-        fd, link = _find_descriptor(pid, content.file)
-        size = content.file.stat().st_size
+        fd, link = _find_descriptor(pid, decoy)
+        size = decoy.stat().st_size
+        if content.file.stat().st_size != size:
+            raise EngineFailed(f"The memory {content.file} has not {size} bytes", hint="Make the snapshot again")
         address = find_address(_read_maps(pid), link, size)
         calls = render_mapping(content, address, size, fd)
         (make_many_calls if content.mapped else make_calls)(pid, [*calls, *then], POLLS)
-        _check_private(pid, link)
+        if find_mapped(_read_maps(pid), link):
+            raise EngineFailed(
+                "QEMU still shares its memory with another file than the snapshot's", hint="Fork it again"
+            )
+        decoy.unlink()
         write_runs(LiveMemory(pid, content.file, (Area(0, address, size),)), content.copied)
 
 
 def find_live_memory(pid: int) -> LiveMemory:
     """Where a QEMU has its guest's memory. Raises EngineFailed unless all of it is its own."""
-    try:
-        file = parse_memory_path(Path(f"/proc/{pid}/cmdline").read_bytes())
-    except OSError as error:
-        raise EngineFailed(f"Process {pid} cannot be looked at: {error.strerror}") from error
-    if file is None:
-        raise EngineFailed("The VM was started with memory that cannot be saved", hint="Fork its snapshot again")
-    with _understood(pid, file):
+    with _understood(pid, Path("of the guest")):
         # Its own descriptor stays, though the snapshot may be gone.
-        held = _find_memory_descriptor(pid, file)
-        _check_private(pid, str(held.readlink()))
-        named = file.exists() and file.samefile(held)
-        return find_memory(pid, file if named else held, held.stat().st_size)
+        held = _find_memory_descriptor(pid, _read_maps(pid))
+        link = held.readlink()
+        named = link.exists() and link.samefile(held)
+        return find_memory(pid, link if named else held, held.stat().st_size)
 
 
 def choose_mapped(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
@@ -96,12 +105,19 @@ def choose_mapped(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
 
 
 def render_mapping(content: Content, address: int, size: int, fd: int) -> list[Call]:
-    """The calls that map the file privately at `address`, runs over it, and close what they were read by. Pure."""
+    """The calls that map the file privately at `address`, runs over it, and close what they were read by. Pure.
+
+    `fd`: of what was there before, whose place the file takes.
+    """
     for run in (*content.mapped, *content.copied):
         if run.start < 0 or run.end > size:
             raise EngineFailed(f"A layer has memory up to byte {run.end}, the VM has {size} bytes")
     fds = dict(content.fds)
-    calls = [_map(address, size, _PRIVATE, fd, 0)]
+    calls = [
+        _map(address, size, _PRIVATE, content.file_fd, 0),
+        Call(_DUP3, (content.file_fd, fd, os.O_CLOEXEC), returns=fd, what="put the memory file in place"),
+        Call(_CLOSE, (content.file_fd,), what="close the memory file"),
+    ]
     for run in content.mapped:
         place = address + run.start
         if run.file is None:
@@ -131,42 +147,30 @@ def find_address(maps: str, link: str, size: int) -> int:
     return pieces[0][0]
 
 
-def parse_memory_path(arguments: bytes) -> Path | None:
-    """The memory file, from a command line; None where QEMU does not take it for shared. Pure."""
-    found = _MEMORY_PATH.search(arguments)
-    if found is None or _SHARED_MEMORY not in arguments:
-        return None
-    return Path(os.fsdecode(found[1].replace(b",,", b",")))
-
-
-def _check_private(pid: int, link: str) -> None:
-    """A guest that wrote to the snapshot's file would change what all others read."""
-    if any(not piece.private for piece in find_mapped(_read_maps(pid), link)):
-        raise EngineFailed("QEMU still shares its memory with the snapshot", hint="Fork it again")
-
-
 def _find_descriptor(pid: int, file: Path) -> tuple[int, str]:
-    """QEMU's own of its memory file, and what the kernel calls that."""
+    """QEMU's own of a file, and what the kernel calls that."""
     wanted = file.stat()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(entry.stat(), wanted):
                 return int(entry.name), str(entry.readlink())
-    raise EngineFailed(f"QEMU does not have {file} open", hint="The snapshot was replaced: fork the new one")
+    raise EngineFailed(f"QEMU does not have {file} open", hint="Fork it again")
 
 
-def _find_memory_descriptor(pid: int, file: Path) -> Path:
-    """The only file that QEMU may both read and write. By what the kernel has of it: it may have lost its name."""
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
+def _find_memory_descriptor(pid: int, maps: str) -> Path:
+    """The one file that QEMU has both open and mapped, privately. By its inode: it may have lost its name."""
+    mapped = {(each.inode, each.path) for each in parse_mappings(maps) if each.inode and each.private}
+    for entry in sorted(Path(f"/proc/{pid}/fd").iterdir()):
         with contextlib.suppress(FileNotFoundError):
-            if entry.is_file() and _is_writable(Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text()):
+            name = str(entry.readlink()).replace("\n", "\\012")
+            if entry.is_file() and (entry.stat().st_ino, name) in mapped and _is_read_only(pid, entry.name):
                 return entry
-    raise EngineFailed(f"QEMU does not have {file} open any more", hint="Fork its snapshot again")
+    raise EngineFailed("The VM was started with memory that cannot be saved", hint="Fork its snapshot again")
 
 
-def _is_writable(fdinfo: str) -> bool:
-    flags = int(fdinfo.partition("flags:")[2].split()[0], 8)
-    return flags & os.O_ACCMODE == os.O_RDWR
+def _is_read_only(pid: int, number: str) -> bool:
+    flags = int(Path(f"/proc/{pid}/fdinfo/{number}").read_text().partition("flags:")[2].split()[0], 8)
+    return flags & os.O_ACCMODE == os.O_RDONLY
 
 
 def _read_maps(pid: int) -> str:

@@ -8,6 +8,7 @@ import logging
 import socket
 import time
 from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -33,6 +34,14 @@ MAX_STATE_BYTES = 16 * 1024 * 1024
 _CHUNK_BYTES = 256 * 1024
 _CONT = b'{"execute": "cont"}\n'
 _MOST_BEFORE_ANSWER_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A descriptor that QEMU has of us, under its number there."""
+
+    set_id: int
+    number: int
 
 
 class Monitor:
@@ -81,10 +90,26 @@ class Monitor:
         finally:
             self._sock.close()
 
-    async def execute(self, command: str, arguments: dict[str, Any] | None = None) -> Any:
+    async def lend(self, fd: int) -> Lent:
+        """QEMU gets a duplicate, which it keeps until `give_back`."""
+        await self._take_up()
+        self._client.send_fd_scm(fd)
+        answer = await self.execute("add-fd")
+        try:
+            return Lent(int(answer["fdset-id"]), int(answer["fd"]))
+        except (TypeError, KeyError, ValueError) as error:
+            raise EngineFailed("QEMU's answer to add-fd is invalid") from error
+
+    async def give_back(self, lent: Lent) -> None:
+        await self.execute("remove-fd", {"fdset-id": lent.set_id})
+
+    async def _take_up(self) -> None:
         if self._inherited:
             self._inherited = False
             await self.connect(COMMAND_DEADLINE_S)
+
+    async def execute(self, command: str, arguments: dict[str, Any] | None = None) -> Any:
+        await self._take_up()
         try:
             async with asyncio.timeout(COMMAND_DEADLINE_S):
                 return await self._client.execute(command, arguments)

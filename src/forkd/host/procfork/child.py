@@ -15,18 +15,21 @@ from forkd.errors import NotForkable
 from forkd.host.faults import fault_point
 from forkd.host.process import SHORTAGES
 from forkd.host.procfork import ptrace
-from forkd.host.procfork.blueprint import SCRATCH_BYTES, Blueprint, ForkPlan, parse_door, render_blueprint
-from forkd.host.procfork.descriptors import Descriptor, Ours, Reopen
+from forkd.host.procfork.blueprint import Blueprint, ForkPlan, parse_door, render_blueprint
+from forkd.host.procfork.descriptors import Dead, Descriptor, Ours, Reopen
+from forkd.host.procfork.proc_files import read_descriptors
 from forkd.host.procfork.program import Program
 from forkd.host.procfork.ptrace import Gone
 from forkd.host.procfork.registers import Registers, at_code, called_again, making_call, returned
 from forkd.host.procfork.rest import understood
 from forkd.host.procfork.scheduling import set_scheduling
-from forkd.host.procfork.source import Source, Thread, held, read_descriptors
+from forkd.host.procfork.source import Source, Thread, held
 
 _MMAP, _MUNMAP = 9, 11
 _READ_WRITE_RUN, _PRIVATE_ANONYMOUS, _FIXED_NOREPLACE, _NO_FD = 7, 0x22, 0x100000, -1
 _OPTIONS = ptrace.TRACE_CLONE | ptrace.TRACE_SECCOMP | ptrace.TELL_CALLS | ptrace.EXIT_KILL
+# Of a child that has made its first calls, and stands still: what these need from outside.
+OnBegun = Callable[[int], None]
 # What a file must not be opened with once more. O_TMPFILE is two bits: one is O_DIRECTORY, which only asks for one.
 _ONCE = os.O_CREAT | os.O_EXCL | os.O_TRUNC | os.O_NOFOLLOW | os.O_TMPFILE
 
@@ -45,7 +48,7 @@ class Child:
     """A process that has not run yet. All of it happens in the thread that made it."""
 
     def __init__(self, pid: int, source_pid: int, syscall_at: int, registers: Registers, times: Times) -> None:
-        """`registers`: of the source's main thread. `syscall_at`: a syscall instruction in the code of both."""
+        """`registers`: of the thread that made it. `syscall_at`: a syscall instruction in the code of both."""
         self.pid = pid
         self.times = times
         self._source_pid = source_pid
@@ -66,19 +69,22 @@ class Child:
             raise Gone  # its memory is the first that goes
         return data
 
-    def take_over(self) -> None:
+    def take_over(self, *, suspend_filters: bool) -> None:
         """From here on it dies with us."""
         ptrace.wait(self.pid)
-        ptrace.set_options(self.pid, _OPTIONS)
+        ptrace.set_options(self.pid, _OPTIONS | (ptrace.SUSPEND_FILTERS if suspend_filters else 0))
         self._memory = os.open(f"/proc/{self.pid}/mem", os.O_RDWR | os.O_CLOEXEC)
 
-    def map_scratch(self, address: int | None) -> int:
+    def map_scratch(self, size: int, address: int | None = None) -> int:
         """Memory for what sets it up; at an `address` that another duplicate of the source had it at, if given."""
         fixed = 0 if address is None else _FIXED_NOREPLACE
-        return self._call(_MMAP, address or 0, SCRATCH_BYTES, _READ_WRITE_RUN, _PRIVATE_ANONYMOUS | fixed, _NO_FD, 0)
+        return self._call(_MMAP, address or 0, size, _READ_WRITE_RUN, _PRIVATE_ANONYMOUS | fixed, _NO_FD, 0)
 
-    def complete(self, blueprint: Blueprint, code: bytes, ours: Mapping[str, int]) -> None:
+    def complete(
+        self, blueprint: Blueprint, code: bytes, ours: Mapping[str, int], on_begun: OnBegun | None = None
+    ) -> None:
         self.write_memory(blueprint.base, code)
+        self._begin(blueprint, on_begun)
         self.took = frozenset(action.name for _, action in blueprint.sent if isinstance(action, Ours))
         with contextlib.ExitStack() as reopened:
             fds = [self._find_fd(each, action, ours, reopened) for each, action in blueprint.sent]
@@ -90,8 +96,14 @@ class Child:
         tids = self._check(blueprint.main)[len(blueprint.main.calls) - len(blueprint.thread_programs) :]
         self.times.mark("descriptors")
         self._settle_threads(blueprint, tids)
-        self._call(_MUNMAP, blueprint.base, SCRATCH_BYTES)
-        ptrace.set_registers(self.pid, called_again(self._registers, in_duplicate=True))
+        if blueprint.last.calls:
+            self._run_main(blueprint.last)
+            self._check(blueprint.last)
+        self._call(_MUNMAP, blueprint.base, blueprint.size)
+        main = blueprint.threads[0]
+        ptrace.set_registers(self.pid, called_again(main.registers, in_duplicate=True))
+        if blueprint.by_seed:
+            _restore(self.pid, main)
         self.times.mark("threads")
 
     def let_go(self) -> None:
@@ -122,10 +134,12 @@ class Child:
         return value
 
     def _find_fd(
-        self, each: Descriptor, action: Ours | Reopen, ours: Mapping[str, int], opened: contextlib.ExitStack
+        self, each: Descriptor, action: Ours | Reopen | Dead, ours: Mapping[str, int], opened: contextlib.ExitStack
     ) -> int:
         if isinstance(action, Ours):
             return ours[action.name]
+        if isinstance(action, Dead):
+            return opened.enter_context(_dead_socket()).fileno()
         try:
             fd = os.open(f"/proc/{self.pid}/fd/{each.number}", (each.flags & ~_ONCE) | os.O_CLOEXEC)
         except OSError as error:
@@ -135,11 +149,18 @@ class Child:
             os.lseek(fd, position, os.SEEK_SET)
         return fd
 
+    def _begin(self, blueprint: Blueprint, then: OnBegun | None) -> None:
+        if not blueprint.sent and len(blueprint.door.calls) == 1:
+            return
+        self._run_main(blueprint.door)
+        self._check(blueprint.door)
+        if then is not None:
+            then(self.pid)
+            self.times.mark("namespaces")
+
     def _send(self, blueprint: Blueprint, fds: list[int]) -> None:
         """Through a pair of sockets of the child's, so that it needs no right to look at us."""
         door = blueprint.door
-        self._run_main(door)
-        self._check(door)
         if parse_door(self.read_memory(door.data_address(0), 8)) != blueprint.door_fds:
             raise NotForkable("The descriptors of a fork are not as they were seen")
         pidfd = os.pidfd_open(self.pid)
@@ -165,15 +186,31 @@ class Child:
         return results
 
     def _settle_threads(self, blueprint: Blueprint, tids: list[int]) -> None:
-        for tid, thread, program in zip(tids, blueprint.threads[1:], blueprint.thread_programs, strict=True):
+        """All at a time: what a filter takes to be installed is longer than the rest together."""
+        made = list(zip(tids, blueprint.threads[1:], blueprint.thread_programs, strict=True))
+        for tid, thread, program in made:
             ptrace.wait(tid)
             ptrace.set_registers(tid, at_code(thread.registers, program.entry))
-            ptrace.run(tid, self._on_signal)
+            ptrace.go_on(tid)
+        for tid, thread, program in made:
+            ptrace.wait_run(tid, self._on_signal)
             self._check(program)
             ptrace.set_registers(tid, called_again(thread.registers, in_duplicate=True))
-            ptrace.set_extended(tid, thread.extended)
-            ptrace.set_signal_mask(tid, thread.signal_mask)
-            set_scheduling(tid, thread.scheduling)
+            if not thread.is_seed:
+                _restore(tid, thread)
+
+
+def _dead_socket() -> socket.socket:
+    dead, peer = socket.socketpair()
+    peer.close()
+    dead.setblocking(False)
+    return dead
+
+
+def _restore(tid: int, thread: Thread) -> None:
+    ptrace.set_extended(tid, thread.extended)
+    ptrace.set_signal_mask(tid, thread.signal_mask)
+    set_scheduling(tid, thread.scheduling)
 
 
 class Holder:
@@ -195,12 +232,15 @@ class Holder:
         *,
         keep: bool = False,
         on_held: Callable[[], None] = lambda: None,
+        on_cloned: Callable[[int], None] = lambda _: None,
+        on_begun: OnBegun | None = None,
     ) -> Iterator[Child]:
         """A duplicate, set up as planned and not yet running; it runs when the block has ended well.
 
         `ours`: the descriptors that the plan calls by name. Raises NotForkable; then, and when the block fails, there
         is no child. The source runs on in every case, and from before the child is set up, unless it is to be kept at
-        rest for the next fork. `on_held` is called when it is at rest, and does not run before it is forked or refused.
+        rest for the next fork. `on_held` is called when it is at rest, and does not run before it is forked or refused;
+        `on_cloned` before the duplicate makes any call of its own.
         """
         times = Times()
         with contextlib.ExitStack() as child_ends:
@@ -213,7 +253,8 @@ class Holder:
             if not keep:
                 self.release()
             times.mark("clone")
-            child.complete(*self._draw(child), ours or {})
+            on_cloned(child.pid)
+            child.complete(*self._draw(child), ours or {}, on_begun)
             fault_point("fork.completed")
             yield child
             child.let_go()
@@ -228,9 +269,10 @@ class Holder:
     def _take_hold(self, on_held: Callable[[], None]) -> Source:
         if self._source is None:
             with contextlib.ExitStack() as hold:
-                source = hold.enter_context(held(self._pid, self._plan.main_rests_in))
+                source = hold.enter_context(held(self._pid, self._plan.main_rests_in, self._plan.caller))
                 on_held()
-                source.prepare()
+                source.prepare(self._plan.replaced)
+                self._plan.look(source)
                 self._timers = source.read_timers()
                 self._hold, self._source, self._seen, self._drawn = hold.pop_all(), source, None, None
         return self._source
@@ -239,12 +281,12 @@ class Holder:
         times.mark("quiescence")
         fault_point("fork.held")
         with understood(self._pid):
-            pid = source.fork(lambda: self._look(source))
+            pid = source.fork(lambda: self._look(source), clears_tid=self._plan.clear_tid is None)
         child = Child(pid, self._pid, source.detour.call, source.registers, times)
         fault_point("fork.cloned")
         child_ends.callback(child.close)
         child_ends.enter_context(_killed_on_failure(child))
-        child.take_over()
+        child.take_over(suspend_filters=self._plan.caller.suspend_filters)
         return child
 
     def _look(self, source: Source) -> None:
@@ -255,12 +297,11 @@ class Holder:
     def _draw(self, child: Child) -> tuple[Blueprint, bytes]:
         """Once for all duplicates that are made in one hold."""
         if self._drawn is not None:
-            child.map_scratch(self._drawn[0].base)
+            child.map_scratch(self._drawn[0].size, self._drawn[0].base)
             return self._drawn
         assert self._seen is not None
-        blueprint = render_blueprint(
-            child.map_scratch(None), self._seen.threads, self._seen.descriptors, self._timers, self._plan
-        )
+        blueprint = render_blueprint(self._seen.threads, self._seen.descriptors, self._timers, self._plan)
+        blueprint = blueprint.placed(child.map_scratch(blueprint.size))
         self._drawn = blueprint, blueprint.render()
         return self._drawn
 

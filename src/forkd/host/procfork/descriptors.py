@@ -9,7 +9,7 @@ import re
 import stat
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from forkd.host.procfork.program import DATA, Call
 
@@ -111,7 +111,12 @@ class Reopen:
     """The same file, opened once more."""
 
 
-Action = Keep | Close | Ours | Remake | Reopen
+@dataclass(frozen=True)
+class Dead:
+    """A socket whose peer is gone takes its place, the same one for all of these."""
+
+
+Action = Keep | Close | Ours | Remake | Reopen | Dead
 Choice = Callable[[Descriptor], Action | None]
 
 _BY_KIND: Mapping[Kind, Action] = {
@@ -210,6 +215,12 @@ def copies_of_same(
         for each in descriptors.values()
         if each.alias_of is not None and {type(actions[each.number]), type(actions[each.alias_of])} == {action}
     ]
+
+
+def copies_of_dead(descriptors: Mapping[int, Descriptor], actions: Mapping[int, Action]) -> list[Descriptor]:
+    """Those that become copies of the first that becomes a dead socket."""
+    dead = [number for number, action in actions.items() if isinstance(action, Dead)]
+    return [replace(descriptors[number], alias_of=dead[0]) for number in dead[1:]]
 
 
 def _moved(number: int, target: Descriptor) -> Call:

@@ -7,7 +7,7 @@ only the lines that matter are taken apart.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 _SHARED = re.compile(r"^([0-9a-f]+)-\S+ .w.s \S+ \S+ \S+ *(.*)$", re.MULTILINE)
 _WRITTEN_AND_SHARED = ("w-s ", "wxs ")
@@ -16,12 +16,12 @@ _CODE = re.compile(r"^[0-9a-f]+-([0-9a-f]+) r-xp \S+ \S+ \S+ +/", re.MULTILINE)
 _KERNELS = ("[vvar]", "[vvar_vclock]", "[vdso]", "[vsyscall]")
 
 
-def find_shared(maps: str) -> str | None:
-    """Memory that the source and its duplicate would both write to."""
+def find_shared(maps: str, replaced: Callable[[str], bool] = lambda _: False) -> str | None:
+    """Memory that the source and its duplicate would both write to; but for what is `replaced` in the duplicate."""
     if not any(text in maps for text in _WRITTEN_AND_SHARED):
         return None
-    found = _SHARED.search(maps)
-    return (found[2] or found[1]) if found else None
+    names = (found[2] or found[1] for found in _SHARED.finditer(maps))
+    return next((name for name in names if not replaced(name)), None)
 
 
 def code_ends(maps: str) -> Iterator[int]:

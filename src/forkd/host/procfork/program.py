@@ -6,7 +6,8 @@ import functools
 import itertools
 import os
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 SYSCALL = b"\x0f\x05"
 _BREAK = b"\xcc"
@@ -21,12 +22,16 @@ _MOVE_64 = {
     "r9": b"\x49\xb9",
 }
 _STORE_RAX = b"\x48\x89\x05"  # mov [rip + disp32], rax
-_TEST_RAX = b"\x48\x85\xc0"
-_JUMP_IF_NEGATIVE = b"\x0f\x88"  # js rel32
+_TEST_RAX = b"\x48\x85\xc0\x0f\x88"  # test rax, rax; js rel32
+# What a call returned is stored, then tested.
+_STORE_AND_TEST, _TESTED_BYTES = struct.Struct("<3si5si"), 9
 _MOVE_RCX_RAX = b"\x48\x89\xc1"
 _JUMP_IF_RCX_ZERO = b"\xe3"  # jrcxz rel8: no flag is changed
 _JUMP_NEAR = b"\xe9"  # jmp rel32
 _JUMP_TO_NEXT_QUAD = b"\xff\x25\x00\x00\x00\x00"  # jmp [rip + 0]
+
+_TO_ARGUMENTS, _TO_RAX = tuple(_MOVE_64[name] for name in _ARGUMENTS), _MOVE_64["rax"]
+_CALL_WITH = [struct.Struct("<" + "2sQ" * count + "2sQ2s") for count in range(len(_ARGUMENTS) + 1)]
 
 _WORD = 8
 _MASK = 2**64 - 1
@@ -35,6 +40,23 @@ _EXIT_GROUP = 231
 
 def _move(register: str, value: int) -> bytes:
     return _MOVE_64[register] + struct.pack("<Q", value & _MASK)
+
+
+def render_call(number: int, args: Sequence[int]) -> bytes:
+    """Code that makes one system call."""
+    moves: list[bytes | int] = []
+    for prefix, value in zip(_TO_ARGUMENTS, args, strict=False):
+        moves += prefix, value & _MASK
+    return _CALL_WITH[len(args)].pack(*moves, _TO_RAX, number, SYSCALL)
+
+
+def render_jump(target: int) -> bytes:
+    return _JUMP_TO_NEXT_QUAD + struct.pack("<Q", target)
+
+
+def render_unless_zero(code: bytes) -> bytes:
+    """Code that is left out where the last call returned 0. It changes no flag."""
+    return _MOVE_RCX_RAX + _JUMP_IF_RCX_ZERO + struct.pack("<b", len(code)) + code
 
 
 @dataclass(frozen=True)
@@ -46,6 +68,7 @@ class Call:
     data: bytes = b""
     pointers: tuple[tuple[int, int], ...] = ()  # (at, to): byte `at` of the data holds the address of its byte `to`
     returns: int | None = None  # what it has to return; None: anything but an error
+    may_fail: bool = False  # what it returns does not matter
     what: str = ""  # for the message when it fails
 
     def placed_args(self, address: int) -> tuple[int, ...]:
@@ -53,14 +76,21 @@ class Call:
         return tuple(value - DATA + address if value >= DATA else value for value in self.args)
 
     def placed_data(self, address: int) -> bytes:
-        data = bytearray(self.data.ljust(_padded(len(self.data)), b"\0"))
+        padded = self.data.ljust(_padded(len(self.data)), b"\0")
+        if not self.pointers:
+            return padded
+        data = bytearray(padded)
         for at, to in self.pointers:
             struct.pack_into("<Q", data, at, address + to)
         return bytes(data)
 
+    def is_failed(self, value: int) -> bool:
+        """Whether no call is made after it."""
+        return value < 0 and not self.may_fail
+
     def find_failure(self, value: int) -> Failed | None:
-        wrong = value < 0 or (self.returns is not None and value != self.returns)
-        return Failed(self, value) if wrong else None
+        is_other = self.returns is not None and value != self.returns and not self.may_fail
+        return Failed(self, value) if is_other or self.is_failed(value) else None
 
 
 DATA = 1 << 80
@@ -82,20 +112,25 @@ class Failed:
 
 @dataclass(frozen=True)
 class Program:
-    """Calls, laid out for one address: results first, then their data, then the code, which ends at a breakpoint."""
+    """Calls, laid out for one address: results first, then their data, then the code, and how that ends.
+
+    A call that fails is the last one, unless it may; the others' results stay 0. The code may be elsewhere, nearby.
+    """
 
     base: int
     calls: tuple[Call, ...]
+    ending: bytes = _BREAK
+    code_at: int | None = None
 
     @functools.cached_property
     def _addresses(self) -> list[int]:
-        """Of each call's data; the last one is that of the code."""
+        """Of each call's data, and behind the last one's."""
         sizes = (_padded(len(call.data)) for call in self.calls)
         return list(itertools.accumulate(sizes, initial=self.base + self.results_bytes))
 
     @property
     def entry(self) -> int:
-        return self._addresses[-1]
+        return self._addresses[-1] if self.code_at is None else self.code_at
 
     def data_address(self, index: int) -> int:
         return self._addresses[index]
@@ -105,27 +140,55 @@ class Program:
         """How many there are at the base, for `parse_results`."""
         return len(self.calls) * _WORD
 
+    @property
+    def size(self) -> int:
+        return self.memory_bytes + self.code_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of results and data."""
+        return self._addresses[-1] - self.base
+
+    @functools.cached_property
+    def code_bytes(self) -> int:
+        code = sum(_CALL_WITH[len(call.args)].size + _STORE_AND_TEST.size for call in self.calls)
+        return code + len(self.ending)
+
+    def moved_by(self, distance: int) -> Program:
+        return replace(self, base=self.base + distance)
+
     def render(self) -> bytes:
-        code = bytearray()
-        failures: list[int] = []
-        for index, call in enumerate(self.calls):
-            for register, value in zip(_ARGUMENTS, call.placed_args(self.data_address(index)), strict=False):
-                code += _move(register, value)
-            code += _move("rax", call.number) + SYSCALL
-            result = self.base + index * _WORD
-            code += _STORE_RAX + struct.pack("<i", result - (self.entry + len(code) + 7))
-            code += _TEST_RAX + _JUMP_IF_NEGATIVE
-            failures.append(len(code))
-            code += bytes(4)
-        for at in failures:
-            code[at : at + 4] = struct.pack("<i", len(code) - (at + 4))
-        results = bytes(self.results_bytes)
-        data = b"".join(call.placed_data(self.data_address(index)) for index, call in enumerate(self.calls))
-        return results + data + bytes(code) + _BREAK
+        """All of it, in one piece."""
+        return self.render_memory() + self.render_code()
+
+    def render_memory(self) -> bytes:
+        data = (call.placed_data(address) for call, address in zip(self.calls, self._addresses, strict=False))
+        return bytes(self.results_bytes) + b"".join(data)
+
+    def render_code(self) -> bytes:
+        parts: list[bytes] = []
+        at, end, result = self.entry, self.entry + self.code_bytes - len(self.ending), self.base
+        for call, address in zip(self.calls, self._addresses, strict=False):
+            made = render_call(call.number, call.placed_args(address))
+            at += len(made) + _STORE_AND_TEST.size
+            target = at if call.may_fail else end
+            parts += [made, _STORE_AND_TEST.pack(_STORE_RAX, result - (at - _TESTED_BYTES), _TEST_RAX, target - at)]
+            result += _WORD
+        return b"".join(parts) + self.ending
 
     def parse_results(self, memory: bytes) -> list[int]:
         """`memory`: what is at the base after the run."""
         return list(struct.unpack_from(f"<{len(self.calls)}q", memory))
+
+    def is_over(self, results: list[int]) -> bool:
+        """Of one that runs, and whose last call returns anything but 0."""
+        failed = (call.is_failed(value) for call, value in zip(self.calls, results, strict=True))
+        return results[-1] != 0 or any(failed)
+
+    def parse_data(self, memory: bytes) -> list[bytes]:
+        """Of each call, from what is at the base after the run."""
+        places = (address - self.base for address in self._addresses)
+        return [memory[at : at + len(call.data)] for at, call in zip(places, self.calls, strict=False)]
 
     def find_failure(self, results: list[int]) -> Failed | None:
         failures = (call.find_failure(value) for call, value in zip(self.calls, results, strict=True))
@@ -136,7 +199,7 @@ def _padded(size: int) -> int:
     return -(-size // _WORD) * _WORD
 
 
-# The detour: what the source's main thread runs to make a call for us, and how it finds back without our help.
+# The detour: what a thread of the source runs to make a call for us, and how it finds back without our help.
 #
 #     magic; call: syscall; back: <registers as they were>; jmp <where it was>
 #            fork: syscall; parent: goto back; child: exit_group(1)
@@ -157,19 +220,23 @@ class Detour:
         return self.base + len(_MAGIC)
 
     @property
+    def way_back(self) -> int:
+        return self.call + len(SYSCALL)
+
+    @property
     def fork(self) -> int:
-        return self.call + len(SYSCALL) + len(self._back())
+        return self.way_back + len(self._back())
 
     def render(self) -> bytes:
         code = _MAGIC + SYSCALL + self._back()
-        code += SYSCALL + _MOVE_RCX_RAX + _JUMP_IF_RCX_ZERO + struct.pack("<b", 5)
-        to_back = len(_MAGIC) + len(SYSCALL)
-        code += _JUMP_NEAR + struct.pack("<i", to_back - (len(code) + 5))
-        return code + _move("rdi", 1) + _move("rax", _EXIT_GROUP) + SYSCALL
+        code += SYSCALL
+        at = self.base + len(code) + len(render_unless_zero(b""))
+        code += render_unless_zero(_JUMP_NEAR + struct.pack("<i", self.way_back - (at + 5)))
+        return code + render_call(_EXIT_GROUP, (1,))
 
     def _back(self) -> bytes:
         registers = b"".join(_move(name, self.back[name]) for name in (*_ARGUMENTS, "rax"))
-        return registers + _JUMP_TO_NEXT_QUAD + struct.pack("<Q", self.back["rip"])
+        return registers + render_jump(self.back["rip"])
 
 
 DETOUR_BYTES = len(Detour(0, dict.fromkeys((*_MOVE_64, "rip"), 0)).render())

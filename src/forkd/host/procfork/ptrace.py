@@ -15,12 +15,14 @@ from forkd.host.procfork.registers import Registers
 
 _CONT, _DETACH, _SYSCALL = 7, 17, 24
 _SETOPTIONS, _GETEVENTMSG, _GETREGSET, _SETREGSET, _SEIZE, _INTERRUPT = 0x4200, 0x4201, 0x4204, 0x4205, 0x4206, 0x4207
-_GETSIGMASK, _SETSIGMASK, _GET_RSEQ = 0x420A, 0x420B, 0x420F
+_GETSIGMASK, _SETSIGMASK, _GET_FILTER, _GET_RSEQ = 0x420A, 0x420B, 0x420C, 0x420F
 _PRSTATUS, _XSTATE = 1, 0x202
 
 TRACE_FORK, TRACE_VFORK, TRACE_CLONE, TRACE_SECCOMP, EXIT_KILL = 1 << 1, 1 << 2, 1 << 3, 1 << 7, 1 << 20
 # For `make_call`. Without it the kernel makes a signal of a stop whose tracer was killed, and that ends the tracee.
 TELL_CALLS = 1
+# No seccomp filter judges the tracee as long as it is traced; nor what it makes, which is traced from the beginning.
+SUSPEND_FILTERS = 1 << 21
 EVENT_FORK, EVENT_VFORK, EVENT_CLONE, EVENT_SECCOMP, EVENT_STOP = 1, 2, 3, 7, 128
 _NEW_TASK = (EVENT_FORK, EVENT_VFORK, EVENT_CLONE)
 
@@ -31,6 +33,7 @@ _NO_THREAD = 0x20000000  # only what the calling thread traces, or started
 _BREAKPOINT, _IN_CALL = signal.SIGTRAP, signal.SIGTRAP | 0x80
 _MAX_EXTENDED_BYTES = 16384
 _MASK_BYTES = 8
+_INSTRUCTION_BYTES = 8  # of a filter
 # A thread stops within microseconds, unless the kernel does not let it go.
 _POLL_S = 0.00005
 
@@ -153,6 +156,17 @@ def find_rseq(tid: int) -> Rseq | None:
     return Rseq(found.address, found.size, found.signature) if found.address else None
 
 
+def find_filter(tid: int, index: int) -> bytes | None:
+    """A seccomp filter of a stopped thread, the oldest is number 0. None where it has no more; EINVAL: has none."""
+    try:
+        count = _checked(_ptrace(_GET_FILTER, tid, index, 0), "ptrace")
+        memory = ctypes.create_string_buffer(count * _INSTRUCTION_BYTES)
+        _request(_GET_FILTER, tid, index, ctypes.addressof(memory))
+    except FileNotFoundError:
+        return None
+    return memory.raw
+
+
 def get_robust_list(tid: int) -> int:
     head, size = ctypes.c_uint64(), ctypes.c_size_t()
     _checked(_syscall(_GET_ROBUST_LIST, tid, ctypes.byref(head), ctypes.byref(size)), "get_robust_list")
@@ -161,7 +175,18 @@ def get_robust_list(tid: int) -> int:
 
 def run(tid: int, on_signal: Callable[[int, int], None]) -> Stop:
     """Until it stops by itself: at a breakpoint, or with a new task."""
-    return _resumed(_CONT, tid, _BREAKPOINT, on_signal)
+    go_on(tid)
+    return wait_run(tid, on_signal)
+
+
+def go_on(tid: int) -> None:
+    """It runs, and is not waited for."""
+    _request(_CONT, tid)
+
+
+def wait_run(tid: int, on_signal: Callable[[int, int], None]) -> Stop:
+    """For one that runs; see `run`."""
+    return _wait_resumed(_CONT, tid, _BREAKPOINT, on_signal)
 
 
 def make_call(tid: int, on_signal: Callable[[int, int], None], meanwhile: Callable[[], None] = lambda: None) -> Stop:
@@ -177,18 +202,12 @@ def make_call(tid: int, on_signal: Callable[[int, int], None], meanwhile: Callab
 def enter_or_leave_call(
     tid: int, on_signal: Callable[[int, int], None], meanwhile: Callable[[], None] = lambda: None
 ) -> Stop:
-    return _resumed(_SYSCALL, tid, _IN_CALL, on_signal, meanwhile)
-
-
-def _resumed(
-    request: int,
-    tid: int,
-    until: int,
-    on_signal: Callable[[int, int], None],
-    meanwhile: Callable[[], None] = lambda: None,
-) -> Stop:
-    _request(request, tid)
+    _request(_SYSCALL, tid)
     meanwhile()
+    return _wait_resumed(_SYSCALL, tid, _IN_CALL, on_signal)
+
+
+def _wait_resumed(request: int, tid: int, until: int, on_signal: Callable[[int, int], None]) -> Stop:
     while True:
         stop = wait(tid)
         if stop.event in _NEW_TASK or (stop.event == 0 and stop.signal == until):

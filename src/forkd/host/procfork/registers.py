@@ -14,8 +14,8 @@ _NO_CALL = 2**64 - 1
 _ARGUMENTS = ("rdi", "rsi", "rdx", "r10", "r8", "r9")
 
 _POLL, _NANOSLEEP, _SELECT, _FUTEX, _RESTART, _CLOCK_NANOSLEEP, _EPOLL_WAIT = 7, 35, 23, 202, 219, 230, 232
-_PSELECT, _PPOLL, _EPOLL_PWAIT, _EPOLL_PWAIT2 = 270, 271, 281, 441
-POLLS = frozenset((_POLL, _SELECT, _PSELECT, _PPOLL, _EPOLL_WAIT, _EPOLL_PWAIT, _EPOLL_PWAIT2, _RESTART))
+_PSELECT, PPOLL, _EPOLL_PWAIT, _EPOLL_PWAIT2 = 270, 271, 281, 441
+POLLS = frozenset((_POLL, _SELECT, _PSELECT, PPOLL, _EPOLL_WAIT, _EPOLL_PWAIT, _EPOLL_PWAIT2, _RESTART))
 WAITS = POLLS | {_FUTEX, _NANOSLEEP, _CLOCK_NANOSLEEP}
 
 # What the kernel leaves in rax when a call was broken off, to be made again. EINTR: of epoll_wait, which it does not

@@ -20,6 +20,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02
 _STOP_DEADLINE_S = 2.0
 _ENDED = "ZX"
 _STAT_BYTES = 512
+_FLAGS, _USER_WORKER = 6, 0x4000
 
 
 class Stopped:
@@ -121,7 +122,7 @@ def understood(pid: int) -> Iterator[None]:
 def _stop_threads(stopped: Stopped) -> None:
     """A thread that is still running may start another: until no new one is seen."""
     deadline = time.monotonic() + _STOP_DEADLINE_S
-    while new := [tid for tid in ptrace.list_threads(stopped.pid) if tid not in stopped.tids]:
+    while new := [tid for tid in _list_threads(stopped.pid) if tid not in stopped.tids]:
         for tid in new:
             try:
                 stopped.interrupt(tid)
@@ -153,7 +154,17 @@ def _wait_interrupted(stopped: Stopped, tid: int, deadline: float) -> None:
 
 def _find_unstoppable(pid: int) -> int | None:
     """A thread that waits for a disk, or for a process that it made. Once traced, it could not be let go before."""
-    return next((tid for tid in ptrace.list_threads(pid) if _read_state(pid, tid) == "D"), None)
+    return next((tid for tid in _list_threads(pid) if _read_state(pid, tid) == "D"), None)
+
+
+def _list_threads(pid: int) -> list[int]:
+    """Without those that are the kernel's, as KVM has one: a duplicate gets its own when it needs one."""
+    return [tid for tid in ptrace.list_threads(pid) if not _is_kernels(pid, tid)]
+
+
+def _is_kernels(pid: int, tid: int) -> bool:
+    fields = _read_stat(f"/proc/{pid}/task/{tid}/stat")
+    return bool(fields) and bool(int(fields[_FLAGS]) & _USER_WORKER)
 
 
 def _read_state(pid: int, tid: int) -> str:

@@ -13,14 +13,15 @@ from forkd.host.finding import Finding, Status
 from forkd.host.procfork.blueprint import ForkPlan
 from forkd.host.procfork.child import forked
 from forkd.host.procfork.descriptors import Keep
+from forkd.host.procfork.source import Caller
 
 # Long enough for the trial, and over soon should we be killed meanwhile.
 _PROGRAM = ("sleep", "4")
 _ASLEEP_DEADLINE_S = 2.0
 
 
-def find_lack() -> str | None:
-    """Why not; None when a program was forked."""
+def find_lack(*, suspending: bool = False) -> str | None:
+    """Why not; None when a program was forked. `suspending`: its seccomp filters too, as root may."""
     try:
         process = subprocess.Popen(_PROGRAM, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     except OSError as error:
@@ -28,7 +29,7 @@ def find_lack() -> str | None:
     try:
         _wait_asleep(process.pid)
         # Whatever we were started with, it has too; here it may be shared.
-        with forked(process.pid, ForkPlan(choose=lambda _: Keep())) as child:
+        with forked(process.pid, ForkPlan(choose=lambda _: Keep(), caller=Caller(suspend_filters=suspending))) as child:
             pass
         os.kill(child.pid, signal.SIGKILL)
         os.waitpid(child.pid, 0)
@@ -43,11 +44,14 @@ def find_lack() -> str | None:
 def probe_live_forks() -> Finding:
     lack = find_lack()
     if lack is None:
-        return Finding("live forks", Status.OK, "a running process was forked: templates and forks of running VMs work")
+        found = "a running process was forked: templates and forks of running VMs work"
+        if filtered := find_lack(suspending=True):
+            found += f"; not with Firecracker: {filtered}"
+        return Finding("live forks", Status.OK, found)
     return Finding(
         "live forks",
         Status.WARN,
-        f"{lack}: every fork starts a QEMU, about ten times slower, and no running VM can be forked",
+        f"{lack}: every fork starts a VMM, about ten times slower, and no running VM can be forked",
         "Allow ptrace: sysctl kernel.yama.ptrace_scope=1 or lower, no seccomp filter against it",
     )
 

@@ -1,0 +1,153 @@
+"""Live forks of Firecracker: each thread under the filter that Firecracker has for it, and nothing in common."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_cases import Case, forking_live, live_forks, rehearsed, value_of, values_of
+from live_fork_looks import family, find_common_inodes, find_shared_files, find_shared_memory
+from network_cases import PORT, REACH, SERVE, Lan, made_lans, networked
+
+from forkd.engines.base import ExitReason
+from forkd.engines.firecracker.engine import FirecrackerEngine
+from forkd.errors import NotForkable, Unsupported
+from forkd.host.filters import read_filters
+from forkd.host.procfork import ptrace
+from forkd.host.procfork.program import SYSCALL
+from forkd.host.procfork.registers import making_call
+
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("nothing_left")]
+
+_PTRACE = 101  # nothing that Firecracker does
+
+
+@pytest.fixture
+def forkable(forkable_firecracker: Case) -> Case:
+    return forking_live(forkable_firecracker)
+
+
+@pytest.fixture
+def lans() -> Iterator[list[Lan]]:
+    with made_lans(2, by_name=True) as made:
+        yield made
+
+
+def have_it_call(pid: int, number: int) -> None:
+    """As it would by itself: nobody traces it when it makes the call."""
+    ptrace.seize(pid, 0)
+    ptrace.interrupt(pid)
+    ptrace.wait(pid)
+    registers = ptrace.get_registers(pid)
+    ptrace.set_registers(pid, making_call(registers, registers.get("rip") - len(SYSCALL), number, (0, 0, 0, 0)))
+    ptrace.detach(pid)
+
+
+async def test_no_two_vms_have_an_open_file_or_memory_in_common(forkable: Case, run_directory: Path) -> None:
+    async with family(forkable, run_directory) as vms:
+        await asyncio.sleep(0.5)  # no process is traced any more
+        pids = [machine.pid for machine in vms.all]
+        assert len(set(pids)) == 7
+        assert find_shared_files([os.getpid(), *pids]) == []
+        # What they only read, seen from outside their mount namespaces.
+        assert len(find_common_inodes(pids)) <= 3
+        memory = [{line.split()[4] for line in find_shared_memory(pid) if "memfd" in line} for pid in pids]
+        assert memory[0]
+        for number, inodes in enumerate(memory):
+            assert all(not inodes & others for others in memory[number + 1 :])
+
+
+async def test_each_thread_of_a_fork_is_under_firecrackers_own_filter(forkable: Case, run_directory: Path) -> None:
+    async with family(forkable, run_directory) as vms:
+        engine = forkable.engine
+        assert isinstance(engine, FirecrackerEngine) and engine._filters is not None
+        for machine in vms.all:
+            found = await asyncio.to_thread(lambda pid=machine.pid: read_filters(pid))
+            assert found.pop("forkd-seed") == engine._filters.seed
+            assert found.pop("fc_api") == engine._filters.api
+            assert found.pop("firecracker") == engine._filters.vmm
+            assert set(found) == {"fc_vcpu 0"} and found["fc_vcpu 0"] == engine._filters.vcpu
+            for task in Path(f"/proc/{machine.pid}/task").iterdir():
+                status = (task / "status").read_text()
+                assert "\nSeccomp:\t2\n" in status and "\nNoNewPrivs:\t1\n" in status
+            cell = machine.cell
+            assert cell is not None and cell.own_user and not cell.capabilities
+            assert {"user", "mnt", "ipc", "uts", "net"} <= set(cell.namespaces) and cell.cgroup is not None
+        assert len({machine.cell.user for machine in vms.all}) == len(vms.all)
+
+
+async def test_a_forbidden_call_ends_the_fork_that_makes_it_and_no_other(forkable: Case, run_directory: Path) -> None:
+    async with (
+        rehearsed(forkable, run_directory) as template,
+        live_forks(forkable.engine, template, run_directory, 2, settled=True) as (fork, sibling),
+    ):
+        await asyncio.to_thread(lambda: have_it_call(fork.machine.pid, _PTRACE))
+        death = await asyncio.wait_for(asyncio.shield(fork.machine.death), 30)
+        assert death.reason is ExitReason.CRASHED
+        assert await value_of(sibling, "past + 1") == 42
+        assert not template.death.done()
+
+
+async def test_forks_draw_random_numbers_of_their_own_from_their_device(forkable: Case, run_directory: Path) -> None:
+    """Firecracker's own generator, which serves it, is duplicated with all of its memory."""
+    draw = "open('/dev/hwrng', 'rb', buffering=0).read(16).hex()"
+    async with (
+        rehearsed(forkable, run_directory) as template,
+        live_forks(forkable.engine, template, run_directory, 4, settled=True) as forks,
+    ):
+        assert len(set(await values_of(forks, draw))) == 4
+
+
+async def test_forks_of_a_template_have_a_tap_or_none(forkable: Case, run_directory: Path, lans: list[Lan]) -> None:
+    async with rehearsed(forkable, run_directory) as template:
+        assert template.find_tap() is None
+        for lan, name in zip(lans, ("one", "two"), strict=True):
+            machine = await forkable.engine.fork_live(template, run_directory / name, nic=lan.nic, settled=True)
+            child = await networked(machine, name, True, settled=True)
+            try:
+                await child.agent.eval(SERVE)
+                assert await lan.ask(PORT) == name.encode()
+            finally:
+                await child.kill()
+        async with live_forks(forkable.engine, template, run_directory, 1, settled=True) as (off,):
+            await off.agent.eval("import socket\n" + REACH)
+            assert await value_of(off, "reach()") == "OSError 101"
+
+
+async def test_time_goes_on_in_forks_as_it_did(forkable: Case, run_directory: Path) -> None:
+    """Timers of the guest run, and its clocks do not jump."""
+    code = "import time; a = time.monotonic(); time.sleep(0.5); b = time.monotonic(); 0.4 < b - a < 20"
+    async with (
+        rehearsed(forkable, run_directory) as template,
+        live_forks(forkable.engine, template, run_directory, 1, settled=True) as (source,),
+        live_forks(forkable.engine, source.machine, run_directory, 2) as forks,
+    ):
+        before = await value_of(source, "__import__('time').monotonic()")
+        for fork in (source, *forks):
+            assert await value_of(fork, code)
+            assert abs(await value_of(fork, "__import__('time').monotonic()") - before) < 120
+
+
+async def test_a_record_that_was_tampered_with_is_a_reason_not_to_fork(forkable: Case, run_directory: Path) -> None:
+    async with (
+        rehearsed(forkable, run_directory) as template,
+        live_forks(forkable.engine, template, run_directory, 1, settled=True) as (source,),
+    ):
+        (run_directory / source.id / "kvm.json").write_text('{"kvm_fd": "x"}')
+        with pytest.raises(NotForkable):
+            await forkable.engine.fork_live(source.machine, run_directory / "fork")
+        assert await value_of(source, "past + 1") == 42
+
+
+async def test_a_vm_that_was_made_without_live_forks_says_so(forkable: Case, run_directory: Path) -> None:
+    engine = FirecrackerEngine()
+    with pytest.raises(Unsupported, match="FORKD_FIRECRACKER_LIVE_FORKS"):
+        await engine.template(forkable.frozen, run_directory / "template")
+    machine = await engine.fork(forkable.frozen, run_directory / "alone")
+    try:
+        await machine.running()
+        with pytest.raises(NotForkable, match="cannot be forked"):
+            await forkable.engine.fork_live(machine, run_directory / "fork")
+    finally:
+        await machine.kill()

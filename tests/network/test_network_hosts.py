@@ -1,0 +1,154 @@
+"""Hosts that lack something, and daemons that are not root."""
+
+import ipaddress
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support_world import RESOLVER, World, made_world, needs_world
+
+from forkd.errors import HostLacks, NetworkFailed
+from forkd.host import netlink, network_probe, nftables
+from forkd.host.finding import Status
+from forkd.host.tools import find_program
+from forkd.model.network import parse_network
+from forkd.network.networks import NetworkOptions, Networks
+
+pytestmark = [needs_world, pytest.mark.usefixtures("nothing_left")]
+
+USER = 54321
+OPEN = parse_network("open")
+DROPPING = "table inet foreign {\nchain forward {\ntype filter hook forward priority 0; policy drop;\n}\n}"
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with made_world() as world:
+        yield world
+
+
+def test_a_host_without_tun_says_so(tmp_path: Path) -> None:
+    with pytest.raises(HostLacks, match="There is no"):
+        network_probe.check_network("auto", tmp_path / "tun")
+
+
+def test_doctor_tries_networks_and_leaves_nothing(world: World) -> None:
+    before = nftables.run("list ruleset")
+    finding = network_probe.probe_network()
+    assert finding.status is Status.OK and "veth" in finding.found
+    assert nftables.run("list ruleset") == before
+
+
+async def test_a_firewall_that_drops_forwarded_packets_is_named(world: World, tmp_path: Path) -> None:
+    nftables.run(DROPPING)
+    options = NetworkOptions(uplink="veth", resolvers=(RESOLVER,))
+    async with Networks.opened(tmp_path, options, lambda _: None) as networks:
+        assert "table inet foreign" in (networks.why_none() or "")
+        with pytest.raises(HostLacks, match="table inet foreign"):
+            await networks.lease("a", OPEN)
+        nftables.run("delete table inet foreign")
+        os.close((await networks.lease("a", OPEN)).tap)
+
+
+async def test_with_a_firewall_in_the_way_pasta_is_used(world: World, tmp_path: Path) -> None:
+    nftables.run(DROPPING)
+    before = nftables.run("list ruleset")
+    async with Networks.opened(tmp_path, NetworkOptions(resolvers=(RESOLVER,)), lambda _: None) as networks:
+        assert networks.why_none() is None
+        os.close((await networks.lease("a", OPEN)).tap)
+        assert nftables.run("list ruleset") == before, "nothing of ours is in the host's network"
+
+
+async def test_a_host_that_uses_every_range_gets_an_error_that_says_so(world: World, tmp_path: Path) -> None:
+    with netlink.Netlink() as links:
+        link = links.find_link("eth0")
+        assert link is not None
+        for text in ("100.64.0.0/10", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16"):
+            assert ipaddress.ip_network(text)
+            links.do(netlink.render_route(text, link.index))
+    async with Networks.opened(tmp_path, NetworkOptions(resolvers=(RESOLVER,)), lambda _: None) as networks:
+        with pytest.raises(NetworkFailed, match="every address range"):
+            await networks.lease("a", OPEN)
+
+
+async def test_forwarding_stays_on_where_it_was_on(world: World, tmp_path: Path) -> None:
+    switch = Path("/proc/sys/net/ipv4/ip_forward")
+    switch.write_text("1")
+    async with Networks.opened(tmp_path, NetworkOptions(resolvers=(RESOLVER,)), lambda _: None) as networks:
+        os.close((await networks.lease("a", OPEN)).tap)
+        assert "forkd_forwarding" not in nftables.run("list tables")
+    assert switch.read_text().strip() == "1"
+
+
+# As an ordinary user, with a node of tun that it may open, in the namespace that the test is in.
+AS_USER = """
+import asyncio, os, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from support_world import Guest, RESOLVER, THIRD, WEB, HOST
+from forkd.model.network import parse_network
+from forkd.network.networks import NetworkOptions, Networks
+async def main():
+    options = NetworkOptions(pool=1, resolvers=(RESOLVER,))
+    async with Networks.opened(Path(sys.argv[2]), options, lambda _: None) as networks:
+        lease = await networks.lease("a", parse_network({"allow": ["allowed.test", THIRD + ":80"]}))
+        print(lease.tap >= 0, networks.why_none(), flush=True)
+        os.set_blocking(lease.tap, True)
+        usage = await networks.usage("a")
+        assert usage.connections == 0
+        await networks.change("a", parse_network("open"))
+        await networks.release("a")
+        print("done", flush=True)
+asyncio.run(main())
+"""
+
+
+def make_interpreter(home: Path) -> Path:
+    """One that another user can run, as ours may be in root's home; with all that ours can import."""
+    home.mkdir()
+    os.chown(home, USER, USER)
+    system = Path("/usr/bin/python3")
+    subprocess.run(
+        [system, "-m", "venv", "--without-pip", "--symlinks", home / "venv"], capture_output=True, check=False
+    )
+    for packages in (home / "venv/lib").glob("python*/site-packages"):
+        packages.joinpath("ours.pth").write_text("\n".join(path for path in sys.path if path))
+    return home / "venv/bin/python"
+
+
+def test_an_ordinary_user_has_networks_by_pasta(world: World, tmp_path: Path) -> None:
+    unshare, setpriv = find_program("unshare"), find_program("setpriv")
+    if unshare is None or setpriv is None:
+        pytest.skip("needs unshare and setpriv")
+    place = tmp_path / "node"
+    place.mkdir()
+    home = Path(f"/tmp/fkd-user-{os.getpid()}")
+    as_user = [str(setpriv), f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--"]
+    python = make_interpreter(home)
+    hub = [*as_user, str(python), "-I", "-c", "import forkd.network.hub"]
+    if subprocess.run(hub, capture_output=True, check=False).returncode:
+        shutil.rmtree(home)
+        pytest.skip("another user cannot run this Python and forkd")
+    script = (
+        f"mount -t tmpfs tmpfs {place} && mknod -m 666 {place}/tun c 10 200 && chmod 666 {place}/tun && "
+        f'mount --bind {place}/tun /dev/net/tun && exec "$@"'
+    )
+    try:
+        argv = [str(unshare), "--mount", "sh", "-c", script, "sh", *as_user]
+        support = str(Path(__file__).parents[1])
+        done = subprocess.run(
+            [*argv, str(python), "-c", AS_USER, support, str(home)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={"PATH": os.environ["PATH"], "HOME": str(home)},
+            check=False,
+        )
+        log = home / "hub.log"
+        assert done.stdout == "True None\ndone\n", done.stderr + (log.read_text() if log.exists() else "")
+    finally:
+        shutil.rmtree(home)
