@@ -7,6 +7,7 @@ itself where only a parent may look into its children.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -61,8 +62,9 @@ def _converse(writer: subprocess.Popen[bytes], request: bytes, on_progress: OnPr
     try:
         writer.stdin.write(request)
         writer.stdin.flush()
-    except BrokenPipeError:
-        pass  # it ended: its answers, or their absence, say more
+    except BrokenPipeError:  # it ended: its answers, or their absence, say more
+        with contextlib.suppress(BrokenPipeError):  # what was not written would be tried again at the end
+            writer.stdin.close()
     for line in writer.stdout:
         answer = json.loads(line)
         if "stats" in answer:

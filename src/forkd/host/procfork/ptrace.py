@@ -7,8 +7,9 @@ import ctypes
 import errno
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from forkd.host.procfork.registers import Registers
@@ -29,7 +30,6 @@ _NEW_TASK = (EVENT_FORK, EVENT_VFORK, EVENT_CLONE)
 _KCMP, _GET_ROBUST_LIST, _TGKILL, _PIDFD_GETFD = 312, 274, 234, 438
 _KCMP_FILE = 0
 _WALL = 0x40000000
-_NO_THREAD = 0x20000000  # only what the calling thread traces, or started
 _BREAKPOINT, _IN_CALL = signal.SIGTRAP, signal.SIGTRAP | 0x80
 _MAX_EXTENDED_BYTES = 16384
 _MASK_BYTES = 8
@@ -264,17 +264,23 @@ def reap(tid: int) -> None:
         return
 
 
-def find_newborn(deadline: float) -> int | None:
-    """A process that was made by one of our tracees, and is stopped before we were told of it."""
-    while time.monotonic() < deadline:
-        try:
-            info = os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WNOHANG | os.WNOWAIT | _WALL | _NO_THREAD)
-        except ChildProcessError:
-            return None
-        if info is not None and info.si_status >> 8 == EVENT_STOP:
-            return info.si_pid
-        time.sleep(_POLL_S)
-    return None
+def find_newborn(known: Collection[int]) -> int | None:
+    """A process that a tracee of this thread made, and was killed before we were told: it is traced from its beginning.
+
+    Looked for, not waited for: threads of those that are `known` stop in the same way.
+    """
+    ours = f"\nTracerPid:\t{threading.get_native_id()}\n"
+    pids = (int(name) for name in os.listdir("/proc") if name.isdecimal())
+    return next((pid for pid in pids if pid not in known and ours in _read_status(pid)), None)
+
+
+def _read_status(pid: int) -> str:
+    """Nothing, of what is over or is hidden from us."""
+    try:
+        with open(f"/proc/{pid}/status", errors="replace") as file:
+            return file.read()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return ""
 
 
 def end(pid: int) -> None:

@@ -42,7 +42,6 @@ _CHILD_CLEARTID = 0x00200000
 _INTERVAL_TIMERS, _INTERVAL_TIMER_BYTES = (0, 1, 2), 32  # real, virtual, of the profile
 # Under the stack of a thread that waits in a call, beyond its red zone, there is nothing that it needs.
 _BELOW_STACK_BYTES = 1024
-_NEWBORN_DEADLINE_S = 0.1
 _CALLS_DEADLINE_S = 2.0
 _AGAIN_AFTER_SIGNAL = 513  # ERESTARTNOINTR: the kernel has the call made again by itself
 _OPTIONS = ptrace.TRACE_FORK | ptrace.TRACE_SECCOMP | ptrace.TELL_CALLS
@@ -109,6 +108,7 @@ class Source:
         self._memory = memory
         self._maps = maps
         self._tid_offset = self._find_tid_offset()
+        self._made: set[int] = set()
 
     def call(self, number: int, *args: int) -> int:
         """What the call returned; an error is negative."""
@@ -255,6 +255,7 @@ class Source:
         if looked.error is not None:
             ptrace.end(pid)
             raise looked.error
+        self._made.add(pid)
         return pid
 
     def _fork(self, meanwhile: Callable[[], None], flags: int) -> int:
@@ -265,7 +266,7 @@ class Source:
                 stop = ptrace.make_call(self._caller, self._stopped.hold_signal)
         except Gone:
             # Killed while it was forked, and there may be a child already.
-            if newborn := ptrace.find_newborn(time.monotonic() + _NEWBORN_DEADLINE_S):
+            if newborn := ptrace.find_newborn({self.pid, *self._made}):
                 ptrace.end(newborn)
             raise
         if stop.new_task:
