@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.figures import EACH, Bound, Family, Round, Row, Settings, Values, Where
@@ -92,6 +92,7 @@ class LoadSpec:
 class CycleSpec:
     cycles: int = 1000
     at_once: int = 4
+    network: object = "none"  # as in the API
 
 
 @dataclass
@@ -206,7 +207,7 @@ async def _ask_on(path: Path, sandbox_id: str, name: str, until: float, answers:
 async def measure_cycles(daemon: Served, spec: CycleSpec) -> Cycles:
     """Of a daemon that has its snapshot. One cycle: fork one, have it compute something, kill it."""
     # Once before: pools, logs and lazy imports are not leaks.
-    await _cycle_all(daemon, CycleSpec(max(_WARMING, spec.at_once), spec.at_once))
+    await _cycle_all(daemon, replace(spec, cycles=max(_WARMING, spec.at_once)))
     inventory, before = take_inventory(daemon), take_use(daemon.pid)
     begun = time.monotonic()
     answers = await _cycle_all(daemon, spec)
@@ -220,16 +221,17 @@ async def _cycle_all(daemon: Served, spec: CycleSpec) -> Answers:
     numbers = iter(range(spec.cycles))
     async with asyncio.TaskGroup() as tasks:
         for _ in range(spec.at_once):
-            tasks.create_task(_cycle(daemon, numbers, answers))
+            tasks.create_task(_cycle(daemon, spec.network, numbers, answers))
     return answers
 
 
-async def _cycle(daemon: Served, numbers: Iterator[int], answers: Answers) -> None:
+async def _cycle(daemon: Served, network: object, numbers: Iterator[int], answers: Answers) -> None:
+    wanted = {"snapshot_tag": TAG, "network": network}
     async with connected(daemon.socket) as (reader, writer):
         for number in numbers:
             begun = time.perf_counter()
             try:
-                made = json.loads(await ask(reader, writer, "POST", "/v1/sandboxes", {"snapshot_tag": TAG}))
+                made = json.loads(await ask(reader, writer, "POST", "/v1/sandboxes", wanted))
                 place = f"/v1/sandboxes/{made[0]['id']}"
                 result = json.loads(await ask(reader, writer, "POST", f"{place}/eval", {"code": f"{number} * 2"}))
                 await ask(reader, writer, "DELETE", place)

@@ -27,9 +27,10 @@ WARM = parse_tag("warm")
 
 
 def pytest_configure() -> None:
-    # A script's background jobs, and all they start, ignore these two; many tests send interrupts.
+    # A script's background jobs ignore two of these, what nohup starts the third; many tests send them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     find_dead_tap()  # made once for each process, and kept: no test leaves it behind
 
 

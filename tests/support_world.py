@@ -98,6 +98,23 @@ def made_world() -> Iterator[World]:
         yield world
 
 
+def host_network() -> object:
+    """What forkd could leave in the network of this thread: rules, links, forwarding."""
+    with netlink.Netlink() as links:
+        names = [link.name for link in links.links()]
+    return nftables.run("list ruleset"), names, Path("/proc/sys/net/ipv4/ip_forward").read_text()
+
+
+def hub_holds(pid: int) -> tuple[int, int]:
+    """Descriptors of the process that serves networks, and links in the network of its threads."""
+    ours = os.stat("/proc/self/ns/net").st_ino
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        if os.stat(task / "ns/net").st_ino != ours:
+            links = len((task / "net/dev").read_text().splitlines()) - 2
+            return len(os.listdir(f"/proc/{pid}/fd")), links
+    raise AssertionError("The hub has no network of its own")
+
+
 def _wire(host: int, beyond: int) -> None:
     with netns.inside(beyond), netlink.Netlink() as there:
         with netns.inside(host), netlink.Netlink() as here:

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support_world import HOST, RESOLVER, THIRD, WEB, Guest, World, made_world, needs_world
+from support_world import HOST, RESOLVER, THIRD, WEB, Guest, World, host_network, made_world, needs_world
 
 from forkd.errors import NetworkFailed
-from forkd.host import netlink, nftables
+from forkd.host import nftables
 from forkd.host.faults import POINTS
 from forkd.model.network import parse_network
 from forkd.network.networks import NetworkOptions, Networks
@@ -32,12 +32,6 @@ def world() -> Iterator[World]:
 
 def options(uplink: str = "auto") -> NetworkOptions:
     return NetworkOptions(uplink=uplink, pool=1, resolvers=(RESOLVER,))  # type: ignore[arg-type]
-
-
-def state() -> object:
-    with netlink.Netlink() as links:
-        names = [link.name for link in links.links()]
-    return nftables.run("list ruleset"), names, Path("/proc/sys/net/ipv4/ip_forward").read_text()
 
 
 async def wait_until_gone(pid: int) -> None:
@@ -180,12 +174,12 @@ def start_daemon(directory: Path, uplink: str, fault: str) -> tuple[subprocess.P
 async def test_what_a_killed_daemon_left_goes_and_its_vms_are_taken_over(
     world: World, tmp_path: Path, uplink: str, fault: str
 ) -> None:
-    before = state()
+    before = host_network()
     process, tap = await asyncio.to_thread(start_daemon, tmp_path, uplink, fault)
     assert process.returncode == -signal.SIGKILL
     assert (tap is None) == (fault in ("hub.uplink", "hub.leased"))
     async with Networks.opened(tmp_path, options(uplink), lambda _: None) as networks:
-        assert state() == before, "what the other daemon left is gone"
+        assert host_network() == before, "what the other daemon left is gone"
         if tap is not None:
             with Guest(tap) as guest:
                 await wait_until_cut_off(guest)
@@ -195,4 +189,4 @@ async def test_what_a_killed_daemon_left_goes_and_its_vms_are_taken_over(
                     await asyncio.to_thread(guest.fetch, HOST)
             os.close(tap)
         os.close((await networks.lease("b", parse_network(RULES))).tap)
-    assert state() == before
+    assert host_network() == before

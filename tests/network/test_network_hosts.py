@@ -9,13 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support_world import RESOLVER, World, made_world, needs_world
+from support_daemon import served
+from support_world import RESOLVER, THIRD, World, host_network, made_world, needs_world
 
 from forkd.errors import HostLacks, NetworkFailed
 from forkd.host import netlink, network_probe, nftables
 from forkd.host.finding import Status
+from forkd.host.paths import Home
 from forkd.host.tools import find_program
-from forkd.model.network import parse_network
+from forkd.model.network import Network, parse_network
 from forkd.network.networks import NetworkOptions, Networks
 
 pytestmark = [needs_world, pytest.mark.usefixtures("nothing_left")]
@@ -90,7 +92,8 @@ import asyncio, os, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from support_world import Guest, RESOLVER, THIRD, WEB, HOST
-from forkd.model.network import parse_network
+from forkd.host.paths import Home
+from forkd.model.network import Network, parse_network
 from forkd.network.networks import NetworkOptions, Networks
 async def main():
     options = NetworkOptions(pool=1, resolvers=(RESOLVER,))
@@ -152,3 +155,64 @@ def test_an_ordinary_user_has_networks_by_pasta(world: World, tmp_path: Path) ->
         assert done.stdout == "True None\ndone\n", done.stderr + (log.read_text() if log.exists() else "")
     finally:
         shutil.rmtree(home)
+
+
+# Started before the daemon. The first two hide something from it, in a mount namespace of its own.
+HIDING = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None)
+def mount(source, target, flags):
+    if libc.mount(source, target, None, flags, None):
+        sys.exit("It cannot be hidden")
+libc.unshare(0x00020000)
+mount(b"none", b"/", 0x4000 | 0x40000)
+"""
+NO_TUN = HIDING + 'mount(b"/proc/sys/net", b"/dev/net", 0x1000)'
+NO_NFT = (
+    HIDING
+    + """
+nft = ctypes.CDLL("libnftables.so.1")
+path = next(line.split()[-1] for line in open("/proc/self/maps") if "libnftables" in line)
+mount(b"/dev/null", path.encode(), 0x1000)
+"""
+)
+# The call unshare fails when it is to make one.
+NO_USER_NAMESPACES = """
+import ctypes, os, struct, sys
+load_call, load_flags, fail, go_on = (0x20, 0, 0, 0), (0x20, 0, 0, 16), (6, 0, 0, 0x00050001), (6, 0, 0, 0x7FFF0000)
+program = [load_call, (0x15, 0, 3, 272), load_flags, (0x45, 0, 1, 0x10000000), fail, go_on]
+code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *each) for each in program))
+if ctypes.CDLL(None).prctl(22, 2, ctypes.create_string_buffer(struct.pack("<HxxxxxxP", 6, ctypes.addressof(code)))):
+    sys.exit("There is no filter")
+"""
+START = "\nos.execv(sys.argv[1], sys.argv[1:])"
+
+
+@pytest.mark.vm
+@pytest.mark.parametrize(
+    ("without", "named"),
+    [(NO_TUN, "There is no /dev/net/tun"), (NO_NFT, "libnftables"), (NO_USER_NAMESPACES, "a user namespace")],
+    ids=["tun", "nft", "user-namespaces"],
+)
+def test_a_host_that_lacks_something_says_what_and_sandboxes_without_a_network_work(
+    world: World, without: str, named: str, vm_home: Home
+) -> None:
+    flags = ("--bind", "none", "--on-stop", "kill")
+    prefix = (sys.executable, "-c", without + START)
+    before = host_network()
+    with (
+        served(vm_home, *flags, engine="qemu", prefix=prefix) as daemon,
+        daemon.controller() as controller,
+    ):
+        [plain] = controller.spawn_sandboxes("warm")
+        for network in (Network(allow=["pypi"]), Network(group="crew"), "open"):
+            with pytest.raises(HostLacks, match=named) as caught:
+                controller.spawn_sandboxes("warm", network=network)
+            assert caught.value.hint
+            with pytest.raises(HostLacks, match=named):
+                controller.set_sandbox_network(plain["id"], network)
+        assert [row["id"] for row in controller.list_sandboxes()] == [plain["id"]]
+        assert controller.get_sandbox(plain["id"])["network"]["mode"] == "none"
+        reached = controller.eval_code(plain["id"], f"import socket; socket.create_connection(({THIRD!r}, 80), 5)")
+        assert "Network is unreachable" in (reached["error"] or ""), reached
+        assert host_network() == before

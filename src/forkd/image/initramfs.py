@@ -86,7 +86,11 @@ while [ ! -b /dev/vda ]; do
 done
 
 try "mounting the image /dev/vda" mount -t erofs -o ro /dev/vda /lower
-try "mounting memory for changes" mount -t tmpfs -o mode=0755,size=75% tmpfs /upper
+# Of what the kernel left: full it is to be told as full, before the rest of the guest has no memory to work in.
+while read -r name kib unit; do
+    [ "$name" != MemAvailable: ] || available=$kib
+done < /proc/meminfo
+try "mounting memory for changes" mount -t tmpfs -o "mode=0755,size=$((available * 3 / 4))k" tmpfs /upper
 try "making the overlay's directories" mkdir /upper/changes /upper/work
 try "mounting the overlay" mount -t overlay \\
     -o lowerdir=/lower,upperdir=/upper/changes,workdir=/upper/work,redirect_dir=off,metacopy=off overlay /newroot
