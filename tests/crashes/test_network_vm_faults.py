@@ -16,7 +16,7 @@ from forkd.errors import ForkdError
 from forkd.host.paths import Home
 from forkd.model.network import Network
 
-pytestmark = [pytest.mark.vm, needs_world, pytest.mark.usefixtures("nothing_left")]
+pytestmark = [pytest.mark.vm, needs_world]
 
 FLAGS = ("--bind", "none", "--network-resolvers", RESOLVER)
 WEB = Network(allow=[THIRD])
@@ -57,7 +57,8 @@ def make_missing(controller: Controller) -> None:
     names = [row["name"] for row in controller.list_sandboxes()]
     for name, network in (("web", WEB), ("plain", None)):
         if name not in names:
-            [made] = controller.spawn_sandboxes("warm", name=name, network=network)
+            [made] = controller.spawn_sandboxes("warm", network=network)
+            controller.rename_sandbox(made["id"], name)
             assert controller.eval_code(made["id"], REACH)["error"] is None
 
 

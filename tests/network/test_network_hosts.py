@@ -182,7 +182,7 @@ import ctypes, os, struct, sys
 load_call, load_flags, fail, go_on = (0x20, 0, 0, 0), (0x20, 0, 0, 16), (6, 0, 0, 0x00050001), (6, 0, 0, 0x7FFF0000)
 program = [load_call, (0x15, 0, 3, 272), load_flags, (0x45, 0, 1, 0x10000000), fail, go_on]
 code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *each) for each in program))
-if ctypes.CDLL(None).prctl(22, 2, ctypes.create_string_buffer(struct.pack("<HxxxxxxP", 6, ctypes.addressof(code)))):
+if ctypes.CDLL(None).prctl(22, 2, ctypes.create_string_buffer(struct.pack("HP", 6, ctypes.addressof(code)))):
     sys.exit("There is no filter")
 """
 START = "\nos.execv(sys.argv[1], sys.argv[1:])"

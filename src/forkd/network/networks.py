@@ -41,6 +41,7 @@ from forkd.network.hub import main
 main(json.loads(sys.argv[2]))
 """
 _MOUNT = "hub"
+_HINT = "forkd doctor says more; a sandbox without a network works"
 
 _log = logging.getLogger(__name__)
 
@@ -191,7 +192,7 @@ class Networks:
         if self._why_none is not None:
             await self._look()
         if self._why_none is not None:
-            raise HostLacks(self._why_none, hint="forkd doctor says more; a sandbox without a network works")
+            raise HostLacks(self._why_none, hint=_HINT)
         if self._hub is None:
             async with self._starting:
                 if self._hub is None:
@@ -272,7 +273,8 @@ class Networks:
         if self._ready is not None and not self._ready.done() and ("ready" in message or "failed" in message):
             if "failed" in message:
                 text = f"The process that serves networks did not start: {message['failed']}"
-                self._ready.set_exception(HostLacks(text, hint=message.get("hint")))
+                hint = message.get("hint") or _HINT
+                self._ready.set_exception(HostLacks(text, hint=hint))
             else:
                 self._ready.set_result(descriptors)
             return
