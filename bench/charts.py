@@ -14,7 +14,7 @@ from bench.daemon import CALL_MS, SPAWN_MS
 from bench.drawing import Bar, Chart, Panel, draw_chart
 from bench.forks import FORK, START, WAYS
 from bench.ground import render_host
-from bench.lab import UNIQUE_SHARE_PERCENT
+from bench.lab import FORKED, QEMU, RESTORED, UNIQUE_SHARE_PERCENT
 from bench.live import ANSWER_MS, JUDGED_MIB, PAUSE_MS
 from bench.network import MOST_TIME, PLAIN, VARIANTS
 from bench.network import PART as NETWORKS
@@ -36,8 +36,9 @@ _STEP_COLOURS = {
 }
 _BLUE, _ORANGE, _GREY, _LIGHT = "#1f5f9e", "#d9822b", "#8a94a3", "#b3bac5"
 _BY_WAY = {"": _BLUE, FORK: _BLUE, START: _GREY}
-_BY_ENGINE = {"firecracker": _ORANGE, "qemu": _BLUE}
-_PAIR_HEIGHT = 0.36
+_BY_ENGINE = {FORKED: _ORANGE, RESTORED: _LIGHT, QEMU: _BLUE}
+# Of the bars of one row together.
+_ROW_HEIGHT = 0.75
 # A single row, its bars as thick as those of three.
 _ONE_ROW = (1.2, -1.2)
 _ANSWERED = "Until every VM has answered numpy.zeros(5).tolist()"
@@ -285,28 +286,28 @@ def show_lab(section: Report) -> Chart:
         rows=_ONE_ROW,
     )
     panels = {
-        "times": _with_pairs(above, section, times, of_cold_boot),
-        "cpu": _with_pairs(left, section, cpu, lambda _, entry: render_median(entry)),
-        "memory": _with_pairs(right, section, memory, with_amount),
+        "times": _with_engines(above, section, times, of_cold_boot),
+        "cpu": _with_engines(left, section, cpu, lambda _, entry: render_median(entry)),
+        "memory": _with_engines(right, section, memory, with_amount),
     }
     layout = [["times", "times"], ["cpu", "memory"]]
     return Chart(6.8, layout, panels, _render_machine(section), lab_title(section), (1.35, 1))
 
 
-def _with_pairs(
+def _with_engines(
     panel: Panel, section: Report, rows: Mapping[str, str], beside: Callable[[str, Mapping[str, Any]], str]
 ) -> Panel:
     """The panel with the bars of all engines, for each row that has one."""
     found, engines = section["figures"], section["settings"]["engines"]
     labels = [label for label, name in rows.items() if any(f"{engine}.{name}" in found for engine in engines)]
-    bars = []
+    bars, height = [], _ROW_HEIGHT / len(engines)
     for at, engine in enumerate(engines):
         for label in labels:
             if entry := found.get(f"{engine}.{rows[label]}"):
                 part = (entry["median"], _BY_ENGINE.get(engine, _GREY), engine)
-                shift, whiskers = (at - 0.5) * _PAIR_HEIGHT, (entry["min"], entry["max"])
+                shift, whiskers = (at - (len(engines) - 1) / 2) * height, (entry["min"], entry["max"])
                 bars.append(Bar(label, [part], beside(engine, entry), whiskers, shift=shift))
-    return replace(panel, labels=labels, bars=bars, height=_PAIR_HEIGHT, cap=2)
+    return replace(panel, labels=labels, bars=bars, height=height, cap=2)
 
 
 def render_rounds(settings: Mapping[str, Any]) -> str:

@@ -127,6 +127,10 @@ class Bench:
     singles: int = 1
     # How children come to be (see bench.forks); in one way that needs no name, unless several are compared.
     ways: tuple[str, ...] = ("",)
+    # Whether those of the way without a name come from a template.
+    templated: bool = False
+    # Forks of a running VM at the end of a round, if any.
+    live: LiveSpec | None = None
 
 
 def begin_run(host: Mapping[str, Any], settings: Mapping[str, Any]) -> Run:
@@ -172,6 +176,8 @@ async def round_parts(bench: Bench, title: str) -> AsyncGenerator[Round, None]:
             async with aclosing(_fork_parts(bench, ground, title)) as parts:
                 async for part in parts:
                     yield part
+        if bench.live is not None:
+            yield await measure_live(ground, bench.live, f"{title}: live forks")
         if "trip" in bench.parts:
             bench.progress.stage(f"{title}: round trips")
             yield Round(await measure_trips(ground))
@@ -180,17 +186,18 @@ async def round_parts(bench: Bench, title: str) -> AsyncGenerator[Round, None]:
 async def _fork_parts(bench: Bench, ground: Ground, title: str) -> AsyncGenerator[Round, None]:
     """Of each size in all ways, one after the other; without a template in those that need none."""
     templates, ways = Templates(bench.engine, bench.directory), bench.ways
+    from_template = {FORK, ""} if bench.templated else {FORK}
     try:
-        if FORK in ways:
+        if from_template.intersection(ways):
             bench.progress.stage(f"{title}: template")
             made = await _try_template(templates, ground, bench.tag, title)
-            ways = ways if made.readings else tuple(way for way in ways if way != FORK)
+            ways = ways if made.readings else tuple(way for way in ways if way not in from_template)
             yield made
         for n in bench.sizes:
             for way in ways:
                 name = f"{title}: fork of {n}{way and f' {WAYS[way]}'}"
                 bench.progress.stage(name)
-                template = templates.find(ground.frozen) if way == FORK else None
+                template = templates.find(ground.frozen) if way in from_template else None
                 yield await _try_fork(bench, ground, Children(n, way, bench.probe, template), name)
     finally:
         await templates.close()

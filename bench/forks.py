@@ -40,6 +40,7 @@ STEP_ENDS = {
     "state load": "the VMM has loaded the device state",
     "quiescence": "every thread of the template rests where it can be forked, the forks before this one being done",
     "clone": "the template's process has been duplicated",
+    "namespaces": "the child is a user of its own, in namespaces of its own",
     "descriptors": "the child has sockets, logs and files of its own",
     "threads": "the child has threads of its own, all at rest",
     "resume": "the VMM has confirmed that the guest runs",
@@ -58,10 +59,11 @@ _SETTLED = f"{_ALL_ANSWERED}, and {SETTLE_S:g} s have passed"
 
 
 def forked(n: int, way: str = "") -> dict[str, Any]:
-    """The words for forks of `n`, made in one way; a way without a name is not compared with another."""
+    """The words for forks of `n`, made in one way; a way without a name is whatever the engine does."""
     by = f" {WAYS[way]}" if way else ""
-    begins = "the engine is asked for it, before it waits for its turn" if way == FORK else "its process is started"
-    ready = f"{FORKABLE} but its template, made before and kept for all forks" if way == FORK else FORKABLE
+    begins = "its process is started" if way == START else "the engine is asked for it, before it waits for its turn"
+    ready = FORKABLE if way == START else f"{FORKABLE} but its template, made before and kept for all forks"
+    ready += "" if way else ", if there is one"
     words = {"dot_way": way and f".{way}", "low_way": way and f"_{way}", "by": by, "made": by and f" made{by}"}
     return {"n": n, **words, "begins": begins, "ready": ready}
 
@@ -96,6 +98,7 @@ FORKS = Family(
         "step.{step}": Row("{step}", "ms", "{end}", prepared="all steps of this child before it"),
         "cpu": Row("CPU time of {of} per child until ready, mean", "ms", "the child's first evaluation was answered"),
         "host_cpu": Row("CPU time of this process and the template per child, mean", "ms", _ALL_ANSWERED),
+        "cpu_in_all": Row("CPU time of {of}, this one and the template per child, mean", "ms", _ALL_ANSWERED),
         "unique.mean": Row("unique memory per child, mean", "MiB", _ALL_ANSWERED, prepared=_VMM_PAGES),
         "unique.largest": Row(
             "unique memory per child, largest",
@@ -314,8 +317,11 @@ class Children:
             "cpu": statistics.mean(self.cpu_ms),
             "kill": statistics.median(self.kill_s),
         }
+        host_cpu = statistics.mean(self.host_cpu_ms)
         if self.way:
-            values["host_cpu"] = statistics.mean(self.host_cpu_ms)
+            values["host_cpu"] = host_cpu
+        else:
+            values["cpu_in_all"] = statistics.mean(self.cpu_ms) + host_cpu
         if self.unique_mib:
             values |= {"unique.mean": statistics.mean(self.unique_mib), "unique.largest": max(self.unique_mib)}
         read = FORKS.read(values, of=self.probe.of, **where)
@@ -325,7 +331,8 @@ class Children:
 
     def failures(self, title: str) -> tuple[str, ...]:
         """A child that was to come from a template and was started is a failure."""
-        started = 0 if self.way != FORK else sum(self.ways.values()) - self.ways[FORK]
+        from_template = self.way == FORK or self.template is not None
+        started = sum(self.ways.values()) - self.ways[FORK] if from_template else 0
         return (f"{title}: {started} children did not come from the template",) if started else ()
 
 

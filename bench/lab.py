@@ -1,4 +1,4 @@
-"""Two engines beside each other, on a machine with KVM, root and cgroup v2: the lab, or a host that has all of it.
+"""Engines beside each other, on a machine with KVM, root and cgroup v2: the lab, or a host that has all of it.
 
 `measure_lab` runs `python3 -m bench.lab` there, which needs nothing of what charts are drawn with.
 """
@@ -33,13 +33,14 @@ from bench.figures import (
 )
 from bench.forks import FORKS, GroupProbe, forked
 from bench.ground import describe_engines, describe_machine
+from bench.live import JUDGED_MIB, LIVE, PAUSE, LiveSpec, after_writing
 from forkd.cli.interrupts import run_async
 from forkd.cli.progress import Shown
 from forkd.cli.report import print_error
 from forkd.engines.base import Engine
 from forkd.engines.firecracker.engine import FirecrackerEngine
 from forkd.engines.qemu.engine import QemuEngine
-from forkd.errors import EngineFailed, ForkdError
+from forkd.errors import EngineFailed, ForkdError, HostLacks
 from forkd.host.files import write_atomic
 from forkd.image import ImageStore, debian_spec, get_recipe
 from forkd.model.machine import MachineSpec
@@ -54,8 +55,9 @@ PART = "lab"
 # Each round boots, freezes and forks two engines on an emulated machine.
 ROUNDS = 3
 SIZES = (1, 10, 30)
-# The first is judged, the second is what it is compared with.
-ENGINES = ("firecracker", "qemu")
+# Firecracker's children are forks of a template; restored, each is a Firecracker that loads the snapshot, in its
+# jailer's jail. The first is judged, the second is what it is compared with.
+FORKED, RESTORED, QEMU = ENGINES = ("firecracker", "restored", "qemu")
 # How many children the targets speak of.
 TARGET_N = 30
 UNIQUE_SHARE_PERCENT = 10.0
@@ -63,6 +65,7 @@ UNIQUE_SHARE_PERCENT = 10.0
 MACHINE = MachineSpec(memory_mib=256, vcpus=1)
 # The first child of a run is the one for which all that starts a child is read and, in the lab, translated.
 SINGLES = 5
+LIVE_FORKS = LiveSpec(written_mib=(0, JUDGED_MIB), forks=8, chain=10)
 
 _FILE = "bench.json"
 _PARTS = frozenset({"cold", "snapshot", "fork"})
@@ -74,12 +77,19 @@ LAB = Family(
     "",
     {
         "ratio.cold_boot_to_fork_{n}": ratio("cold boot of one / fork of {n}"),
-        "versus.{name}": ratio(f"{{what}}, {' / '.join(ENGINES)}"),
+        "ratio.pause_to_restore": ratio(
+            f"{FORKED}: {{what}}, {JUDGED_MIB} MiB just written, p50 / {RESTORED}: fork of 1",
+        ),
+        "versus.{name}": ratio(f"{{what}}, {FORKED} / {RESTORED}"),
     },
 )
-_SPEEDUP = Bound("{engine}: a fork of 1 is at least 20 times as fast as a cold boot", ">=", 20.0)
-_CPU = Bound(f"CPU time per child of {{n}}, {' / '.join(ENGINES)}", "<", 1)
+_SPEEDUP = Bound("{engine}: a fork of 1 is at least 40 times as fast as a cold boot", ">=", 40.0)
+_AGAINST_RESTORE = Bound("fork of 1, {engine} / restored", "<=", 0.25)
+_PAUSE = Bound(f"pause of a live fork, {JUDGED_MIB} MiB just written, p50 / fork of 1, restored", "<=", 0.2)
+_CPU = Bound("CPU time per child of {n}, {engine} / restored", "<=", 0.25)
+_UNIQUE = Bound("unique memory of an idle child of {n}, {engine} / restored", "<=", 1.0)
 _ALL_RIGHT = Bound("{engine}: {n} of {n} children right, the contract kept by each, in every round", "=", "n")
+_LIVE_RIGHT = Bound(f"{{engine}}, live fork, {JUDGED_MIB} MiB just written: all forks right", "=", "forks")
 _SMALL = Bound(
     "{engine}: unique memory of the largest of {n} idle children, of the guest's resident", "<", UNIQUE_SHARE_PERCENT
 )
@@ -95,10 +105,11 @@ def compose_round(done: Mapping[str, Round], sizes: Sequence[int]) -> Round:
     for engine, each in done.items():
         ours = {**each.readings, **_speedups(each, sizes)}
         readings |= {by_engine(engine, figure): value for figure, value in ours.items()}
-    first, second = (done[engine].readings if engine in done else {} for engine in ENGINES)
+    first, second = (done[engine].readings if engine in done else {} for engine in (FORKED, RESTORED))
     for figure, value in first.items():
         if figure.is_amount and second.get(figure):
             readings |= LAB.read({"versus.{name}": value / second[figure]}, name=figure.name, what=figure.what)
+    readings |= _pause_to_restore(by_name(first), by_name(second))
     return Round(readings, tuple(failure for each in done.values() for failure in each.failures))
 
 
@@ -112,13 +123,30 @@ def _speedups(done: Round, sizes: Sequence[int]) -> dict[Figure, float]:
     return speedups
 
 
+def _pause_to_restore(first: Mapping[str, float], second: Mapping[str, float]) -> dict[Figure, float]:
+    pause_ms = first.get(LIVE.name("pause", "p50", **after_writing(JUDGED_MIB)))
+    restore_s = second.get(FORKS.name("wall", **forked(1)))
+    if pause_ms is None or not restore_s:
+        return {}
+    return LAB.read({"ratio.pause_to_restore": pause_ms / 1000 / restore_s}, what=PAUSE)
+
+
 def judge_lab(summaries: Mapping[str, Summary]) -> list[Target]:
-    where = forked(TARGET_N)
-    ok, cpu, share = (FORKS.name(key, **where) for key in ("ok", "cpu", "unique_share"))
-    judged = [(_SPEEDUP, ENGINES[0], f"{ENGINES[0]}.ratio.cold_boot_to_fork_1", ""), (_CPU, "", f"versus.{cpu}", "")]
+    one, many, live = forked(1), forked(TARGET_N), {**after_writing(JUDGED_MIB), "forks": LIVE_FORKS.forks}
+    ok, share = (FORKS.name(key, **many) for key in ("ok", "unique_share"))
+    judged = [
+        (_SPEEDUP, FORKED, f"{FORKED}.ratio.cold_boot_to_fork_1", ""),
+        (_AGAINST_RESTORE, FORKED, f"versus.{FORKS.name('wall', **one)}", ""),
+        (_PAUSE, FORKED, "ratio.pause_to_restore", ""),
+        (_CPU, FORKED, f"versus.{FORKS.name('cpu_in_all', **many)}", ""),
+        (_UNIQUE, FORKED, f"versus.{FORKS.name('idle_unique.mean', **many)}", ""),
+        (_LIVE_RIGHT, FORKED, f"{FORKED}.{LIVE.name('ok', **live)}", "forks"),
+    ]
     judged += [(_ALL_RIGHT, engine, f"{engine}.{ok}", "children") for engine in ENGINES]
     judged += [(_SMALL, engine, f"{engine}.{share}", "%") for engine in ENGINES]
-    return [judge_one(bound, name, unit, summaries, {**where, "engine": each}) for bound, each, name, unit in judged]
+    return [
+        judge_one(bound, name, unit, summaries, {**many, **live, "engine": each}) for bound, each, name, unit in judged
+    ]
 
 
 def render_lab(run: Run) -> dict[str, Any]:
@@ -177,40 +205,49 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> None:
     home, sizes = find_workshop().home, tuple(args.n)
     # Not as doctor would choose: it looks at everything, which takes half a minute under emulation.
-    engines: tuple[Engine, ...] = (FirecrackerEngine(), QemuEngine("kvm"))
+    engines: Mapping[str, Engine] = {
+        FORKED: FirecrackerEngine(),
+        RESTORED: FirecrackerEngine(live_forks=False),
+        QEMU: QemuEngine("kvm"),
+    }
+    if lack := engines[FORKED].why_no_live_forks():
+        raise HostLacks(f"Firecracker's VMs cannot be forked here: {lack}", hint="See: forkd doctor")
     with Shown(quiet=False) as shown, session(home.runtime) as directory:
         image = ImageStore(home).build(debian_spec(get_recipe("python")), "python", shown)
         store, probe = SnapshotStore(home.snapshots), GroupProbe(directory)
-        benches = [
-            Bench(engine, store, image, directory, shown, sizes, _PARTS, MACHINE, probe, tag_of(engine), SINGLES)
-            for engine in engines
-        ]
-        host = {**describe_engines(engines), "emulated": args.emulated}
+        benches = {
+            name: Bench(engine, store, image, directory, shown, sizes, _PARTS, MACHINE, probe, tag_of(name), SINGLES)
+            for name, engine in engines.items()
+        }
+        benches[FORKED] = replace(benches[FORKED], templated=True, live=LIVE_FORKS)
+        host = {**describe_engines(tuple(engines.values())), "emulated": args.emulated}
         begun = begin_run(
             host, {"engines": list(ENGINES), **describe_work(args.rounds, sizes, MACHINE), "singles": SINGLES}
         )
         run_async(run_rounds(benches, begun, args.rounds, lambda done: write_section(done, args.out)))
 
 
-def tag_of(engine: Engine) -> SnapshotTag:
-    return parse_tag(f"bench-{engine.name}")
+def tag_of(name: str) -> SnapshotTag:
+    return parse_tag(f"bench-{name}")
 
 
-async def run_rounds(benches: Sequence[Bench], run: Run, count: int, on_round: Callable[[Run], None]) -> None:
+async def run_rounds(benches: Mapping[str, Bench], run: Run, count: int, on_round: Callable[[Run], None]) -> None:
     """Adds to `run` round by round, in each of which none is the first that was in the one before."""
+    sizes = next(iter(benches.values())).sizes
     for number in range(1, count + 1):
-        done = await _run_all(benches if number % 2 else benches[::-1], f"round {number} of {count}")
-        run.rounds.append(compose_round(done, benches[0].sizes))
+        turns = list(benches.items())
+        done = await _run_all(dict(turns if number % 2 else turns[::-1]), f"round {number} of {count}")
+        run.rounds.append(compose_round(done, sizes))
         on_round(run)
 
 
-async def _run_all(benches: Sequence[Bench], title: str) -> dict[str, Round]:
+async def _run_all(benches: Mapping[str, Bench], title: str) -> dict[str, Round]:
     """Part by part, each with all engines: a slow minute of the machine hits all of them."""
-    parts: dict[str, list[Round]] = {bench.engine.name: [] for bench in benches}
+    parts: dict[str, list[Round]] = {name: [] for name in benches}
     async with AsyncExitStack() as held:
-        for bench in benches:
+        for bench in benches.values():
             held.callback(remove_snapshot, bench)
-        turns = {bench.engine.name: round_parts(bench, f"{title}, {bench.engine.name}") for bench in benches}
+        turns = {name: round_parts(bench, f"{title}, {name}") for name, bench in benches.items()}
         for turn in turns.values():
             await held.enter_async_context(aclosing(turn))
         while turns:

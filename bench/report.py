@@ -264,7 +264,8 @@ def render_notes(section: Report) -> Rows:
 
 def lab_title(section: Report) -> str:
     """Times of an emulated machine are not to be taken for times."""
-    beside = f"{' and '.join(ENGINES)} on KVM"
+    *others, last = ENGINES
+    beside = f"{', '.join(others)} and {last} on KVM"
     return f"{beside}, in the lab: ratios only" if section["host"]["emulated"] else beside
 
 

@@ -165,23 +165,30 @@ def daemon_cycles(left: int = 0) -> Round:
     return Round(DAEMON_CYCLES.read({"errors": 0, "left": left}, engine="fake"))
 
 
-def one_engine(factor: float = 1.0, ok: int = 30) -> Round:
+def one_engine(factor: float = 1.0, ok: int = 30, share: float = 5.0) -> Round:
     readings = ENGINE.read({"cold_boot.total": 30.0})
     for n in (1, 30):
-        values = {"wall": n * factor, "ok": n if n == 1 else ok, "cpu": 400.0 * factor}
+        cpu = {"cpu": 400.0 * factor, "cpu_in_all": 500.0 * factor}
+        values = {"wall": n * factor, "ok": n if n == 1 else ok, **cpu}
         readings |= FORKS.read(values, of="all processes", **forked(n))
         readings |= steps(n, contract=[100.0 * factor, 200.0 * factor])
-    readings |= FORKS.read({"unique_share": 5.0 * factor, "idle_unique.largest": 5.0 * factor}, **forked(30))
+    held = {"unique_share": share, "idle_unique.mean": 4.0 * factor, "idle_unique.largest": 5.0 * factor}
+    readings |= FORKS.read(held, **forked(30))
     return Round(readings)
 
 
-def both(first: Round, second: Round) -> Round:
-    return compose_round(dict(zip(ENGINES, (first, second), strict=True)), [1, 30])
+def together(
+    first: Round, second: Round | None = None, third: Round | None = None, pause_ms: float = 100.0, live: int = 8
+) -> Round:
+    """The engines of the lab, the first of which forks what runs."""
+    forks = LIVE.read({"pause": [pause_ms], "ok": live}, **after_writing(64)) if first.readings else {}
+    rounds = (joined([first, Round(forks)]), second or one_engine(2.0), third or one_engine(3.0))
+    return compose_round(dict(zip(ENGINES, rounds, strict=True)), [1, 30])
 
 
 LOST_CHILD = Round(FORKS.read({"ok": 99}, **forked(100, START)))
 LOST_FORK = Round(LIVE.read({"ok": 2}, **after_writing(64)))
-LAB_LOST = both(one_engine(ok=29), one_engine(1.5))
+LAB_LOST = together(one_engine(0.5, ok=29))
 SLOW_CALL = Round(CALLS.read({"{way}.more": [2.5]}, **called("fake", "exec", "tcp")))
 GOOD = {
     TOP: engine_round(),
@@ -194,7 +201,7 @@ GOOD = {
     "load": Round(LOAD.read({"errors": 0, "left": 0, "growth": 0.1})),
     "cycles": daemon_cycles(),
     "siege": Round(SIEGE.read({"errors": 0, "slower": 2.5, "most": 120.0})),
-    "lab": both(one_engine(), one_engine(1.5)),
+    "lab": together(one_engine(0.5)),
 }
 
 
@@ -257,12 +264,12 @@ def test_each_way_has_its_ratio_to_a_cold_boot_and_the_two_have_one_to_each_othe
     assert not [name for name in compared if "step" in name or name.endswith((".ok", ".idle"))]
 
 
-def test_a_round_of_both_engines_has_the_readings_of_each_and_their_ratios() -> None:
-    readings = by_name(both(one_engine(), one_engine(2.0)).readings)
-    assert readings["firecracker.fork.30.wall"] == 30 and readings["qemu.fork.30.wall"] == 60
-    assert readings["versus.fork.30.wall"] == readings["versus.fork.30.cpu"] == 0.5
-    assert readings["firecracker.ratio.cold_boot_to_fork_1"] == 30
-    assert readings["qemu.ratio.cold_boot_to_fork_1"] == 15
+def test_a_round_of_all_engines_has_the_readings_of_each_and_the_ratios_of_the_first_two() -> None:
+    readings = by_name(together(one_engine(), one_engine(2.0), one_engine(3.0), pause_ms=200.0).readings)
+    assert [readings[f"{engine}.fork.30.wall"] for engine in ENGINES] == [30, 60, 90]
+    assert readings["versus.fork.30.wall"] == readings["versus.fork.30.cpu_in_all"] == 0.5
+    assert [readings[f"{engine}.ratio.cold_boot_to_fork_1"] for engine in ENGINES] == [30, 15, 10]
+    assert readings["ratio.pause_to_restore"] == pytest.approx(0.1)
     # Of amounts; not of counts, shares or steps.
     compared = [name for name in readings if "versus" in name]
     assert "versus.cold_boot.total" in compared
@@ -270,9 +277,10 @@ def test_a_round_of_both_engines_has_the_readings_of_each_and_their_ratios() -> 
 
 
 def test_what_one_engine_did_not_yield_has_no_ratio_and_its_failures_are_kept() -> None:
-    done = both(one_engine(), Round({}, ("round 1 of 1, qemu: engine_failed: no",)))
-    assert not [name for name in by_name(done.readings) if name.startswith(("versus.", "qemu."))]
-    assert done.failures == ("round 1 of 1, qemu: engine_failed: no",)
+    done = together(one_engine(), Round({}, ("round 1 of 1, restored: engine_failed: no",)))
+    names = list(by_name(done.readings))
+    assert not [name for name in names if name.startswith(("versus.", "restored.", "ratio."))]
+    assert done.failures == ("round 1 of 1, restored: engine_failed: no",)
 
 
 def test_a_summary_has_the_median_and_every_round_that_has_the_figure() -> None:
@@ -311,7 +319,7 @@ def test_a_summary_has_the_median_and_every_round_that_has_the_figure() -> None:
         ("load", ["= 0", "<= 2", "= 0"]),
         ("cycles", ["= 0", "= 0"]),
         ("siege", ["= 0", "<= 3", "< 250"]),
-        ("lab", [">= 20", "< 1", "= 30", "= 30", "< 10", "< 10"]),
+        ("lab", [">= 40", "<= 0.25", "<= 0.2", "<= 0.25", "<= 1", "= 8", *["= 30"] * 3, *["< 10"] * 3]),
     ],
 )
 def test_good_rounds_reach_every_target_and_what_was_not_measured_is_neither_reached_nor_missed(
@@ -383,12 +391,20 @@ def test_without_templates_the_targets_about_them_are_not_measured() -> None:
         ("load", Round(LOAD.read({"errors": 1, "left": 0, "growth": 0.1})), ["load: no error, no wrong answer"]),
         (
             "lab",
-            both(one_engine(2.0), one_engine()),
+            together(one_engine(2.0, share=12.0), one_engine(), pause_ms=300.0),
             [
-                "firecracker: a fork of 1 is at least 20 times as fast as a cold boot",
-                "CPU time per child of 30, firecracker / qemu",
+                "firecracker: a fork of 1 is at least 40 times as fast as a cold boot",
+                "fork of 1, firecracker / restored",
+                "pause of a live fork, 64 MiB just written, p50 / fork of 1, restored",
+                "CPU time per child of 30, firecracker / restored",
+                "unique memory of an idle child of 30, firecracker / restored",
                 "firecracker: unique memory of the largest of 30 idle children, of the guest's resident",
             ],
+        ),
+        (
+            "lab",
+            together(one_engine(0.5), live=7),
+            ["firecracker, live fork, 64 MiB just written: all forks right"],
         ),
     ],
 )
@@ -440,8 +456,8 @@ def test_a_crowd_of_another_size_is_not_judged() -> None:
 
 
 def test_the_worst_round_of_a_speedup_is_the_slowest() -> None:
-    speedup = targets_of("lab", *(both(one_engine(factor), one_engine(9.0)) for factor in (1.0, 1.2, 3.0)))[0]
-    assert (speedup["value"], speedup["worst"]) == (25, 10)
+    speedup = targets_of("lab", *(together(one_engine(factor)) for factor in (0.5, 0.6, 1.5)))[0]
+    assert (speedup["value"], speedup["worst"]) == (50, 20)
     assert (speedup["reached"], speedup["reached_in_every_round"]) == (True, False)
 
 
@@ -555,30 +571,35 @@ def test_no_fork_figure_counts_processes_started_ahead() -> None:
         ),
         (
             "lab",
-            (both(one_engine(), one_engine(2.0)),),
-            "### firecracker and qemu on KVM, in the lab: ratios only\n",
+            (together(one_engine(), one_engine(4.0), one_engine(2.0)),),
+            "### firecracker, restored and qemu on KVM, in the lab: ratios only\n",
             [
-                "| fork of 30, all ready | 30 s (30 to 30) | 60 s (60 to 60) | 0.500 |",
-                "| fork of 30: children that answered right | 30 children (30 to 30) | 30 children (30 to 30) | - |",
-                "| cold boot of one / fork of 1 | 30 (30 to 30) | 15 (15 to 15) | - |",
-                "| fork of 1, firecracker | fork of 1, qemu | fork of 30, firecracker | fork of 30, qemu |",
-                "| contract | 100 / 200 | 200 / 400 | 100 / 200 | 200 / 400 |",
-                "| CPU time per child of 30, firecracker / qemu | < 1 | 0.500 | 0.500 | yes |",
+                "| fork of 30, all ready | 30 s (30 to 30) | 120 s (120 to 120) | 60 s (60 to 60) | 0.250 |",
+                "| cold boot of one / fork of 1 | 30 (30 to 30) | 7.50 (7.50 to 7.50) | 15 (15 to 15) | - |",
+                "| fork of 1, firecracker | fork of 1, qemu | fork of 1, restored | fork of 30, firecracker |",
+                "| contract | 100 / 200 | 200 / 400 | 400 / 800 | 100 / 200 | 200 / 400 | 400 / 800 |",
+                "| CPU time per child of 30, firecracker / restored | <= 0.25 | 0.250 | 0.250 | yes |",
             ],
             "versus",
         ),
         (
             "lab",
-            (both(Round({}), one_engine()),),
+            (together(Round({}), one_engine()),),
             "### firecracker",
-            ["| fork of 30, all ready | - | 30 s (30 to 30) | - |"],
+            ["| fork of 30, all ready | - | 30 s (30 to 30) | 90 s (90 to 90) | - |"],
             "versus",
         ),
         (
             "lab",  # steps are in their order although one engine lacks some
-            (both(Round(steps(1, resume=[1.0])), Round(steps(1, contract=[1.0], process_start=[1.0], resume=[1.0]))),),
+            (
+                together(
+                    Round(steps(1, resume=[1.0])),
+                    Round(steps(1, contract=[1.0], process_start=[1.0], resume=[1.0])),
+                    Round(steps(1, resume=[2.0])),
+                ),
+            ),
             "### firecracker",
-            ["| process start | - | 1 / 1 |\n| resume | 1 / 1 | 1 / 1 |\n| contract | - | 1 / 1 |"],
+            ["| process start | - | - | 1 / 1 |\n| resume | 1 / 1 | 2 / 2 | 1 / 1 |\n| contract | - | - | 1 / 1 |"],
             "versus",
         ),
     ],
@@ -597,7 +618,7 @@ def test_the_tables_have_a_row_for_each_figure_step_and_target(
 def test_on_a_machine_that_is_not_emulated_times_are_times() -> None:
     section = section_of("lab", GOOD["lab"])
     section["host"]["emulated"] = False
-    assert render_report({"lab": section}).startswith("### firecracker and qemu on KVM\n")
+    assert render_report({"lab": section}).startswith("### firecracker, restored and qemu on KVM\n")
 
 
 def test_a_report_has_no_table_of_what_it_lacks() -> None:
@@ -613,7 +634,7 @@ def test_a_report_has_no_table_of_what_it_lacks() -> None:
         (TOP, started_round()),
         ("live", Round(read_forks(0, times(7)))),
         ("daemon", costs_round(3.0)),
-        ("lab", both(Round({}), one_engine(2.0))),
+        ("lab", together(Round({}))),
     ],
 )
 def test_a_chart_is_the_same_for_the_same_report(tmp_path: Path, part: str, done: Round) -> None:
@@ -663,7 +684,7 @@ def test_the_results_in_the_repository_can_be_shown() -> None:
     ("part", "slow", "wrong"),
     [
         ("live", live_round(9.0), "live: 64 MiB written: fork 2: contract_broken: no"),
-        ("lab", both(one_engine(9.0), one_engine()), "lab: ended with exit status 124"),
+        ("lab", together(one_engine(9.0)), "lab: ended with exit status 124"),
     ],
 )
 def test_a_wrong_answer_fails_the_run_and_a_slow_one_does_not(

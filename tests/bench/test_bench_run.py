@@ -85,11 +85,11 @@ def measured(bench: Bench) -> Run:
 
 def measured_in_turns(place: Path, engines: Sequence[FakeEngine], rounds: int) -> Run:
     parts = ("cold", "snapshot", "fork")
-    benches = [make_bench(place, each, parts, 2, tag=tag_of(each)) for each in engines]
+    benches = {each.name: make_bench(place, each, parts, 2, tag=tag_of(each.name)) for each in engines}
     run = Run("now", {}, {})
     asyncio.run(lab.run_rounds(benches, run, rounds, lambda done: write_section(done, place / "bench.json")))
     assert list((place / "run").iterdir()) == []
-    assert benches[0].store.list().snapshots == ()
+    assert benches[engines[0].name].store.list().snapshots == ()
     return run
 
 
@@ -155,6 +155,21 @@ def test_a_child_that_was_started_instead_of_forked_is_a_finding(
     assert children.failures("round 1") == failures
 
 
+def test_where_there_is_a_template_each_child_has_to_come_from_it() -> None:
+    template: Any = object()
+    children = Children(2, "", Probe(), template)
+    children.ways.update({"fork": 1, "start": 1})
+    assert children.failures("round 1") == ("round 1: 1 children did not come from the template",)
+
+
+def test_a_template_that_a_bench_needs_and_that_cannot_be_made_leaves_no_forks_to_be_taken_for_its_own(
+    tmp_path: Path,
+) -> None:
+    (done,) = measured(make_bench(tmp_path, FakeEngine(), ("fork",), 1, templated=True)).rounds
+    assert len(done.failures) == 1 and done.failures[0].startswith("round 1 of 1: template: unsupported: ")
+    assert not [name for name in by_name(done.readings) if name.startswith("fork.")]
+
+
 def test_a_template_that_cannot_be_made_is_a_finding_and_the_rest_is_measured(tmp_path: Path) -> None:
     (done,) = measured(make_bench(tmp_path, FakeEngine(), ("fork",), 1, ways=(FORK, START))).rounds
     assert len(done.failures) == 1 and done.failures[0].startswith("round 1 of 1: template: unsupported: ")
@@ -177,8 +192,8 @@ def test_engines_take_turns_part_by_part_and_at_being_the_first(tmp_path: Path) 
     for each in engines:
         each.turns = turns
     run = measured_in_turns(tmp_path, engines, 2)
-    first = ["firecracker cold", "qemu cold", "firecracker parent", "qemu parent"]
-    second = ["qemu cold", "firecracker cold", "qemu parent", "firecracker parent"]
+    first = [f"{name} {what}" for what in ("cold", "parent") for name in ENGINES]
+    second = [f"{name} {what}" for what in ("cold", "parent") for name in ENGINES[::-1]]
     assert turns == first + second
     for done in run.rounds:
         assert done.failures == ()

@@ -12,8 +12,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("nothing_left")]
 
 def test_a_sandbox_is_branched_forked_and_rewound_without_a_copy_of_its_memory(fake_home: Home) -> None:
     flags = ("--bind", "none", "--on-stop", "kill")
-    env = {"FORKD_FIRECRACKER_LIVE_FORKS": "1"}
-    with served(fake_home, *flags, engine="firecracker", env=env) as daemon, daemon.controller() as controller:
+    with served(fake_home, *flags, engine="firecracker") as daemon, daemon.controller() as controller:
         controller.create_snapshot("warm", "python", memory_mib=256, warm="past = 41", wait=True)
         (source,) = controller.spawn_sandboxes("warm")
 
@@ -37,7 +36,7 @@ def test_a_sandbox_is_branched_forked_and_rewound_without_a_copy_of_its_memory(f
         assert child["way"] == "fork" and value(child["id"], "kept") == "43"
         wait_until(lambda: controller.get_snapshot("later")["status"] == "ready")
         daemon.kill()
-    with served(fake_home, *flags, engine="firecracker", env=env) as daemon, daemon.controller() as controller:
+    with served(fake_home, *flags, engine="firecracker") as daemon, daemon.controller() as controller:
         # What an earlier daemon forked is taken over, and forked live.
         assert value(source["id"], "kept") == "43"
         (again,) = controller.fork_sandbox(source["id"])

@@ -55,8 +55,9 @@ def frozen_fake(frozen_by: Callable[[str], Case]) -> Case:
 
 
 @pytest.fixture(scope="session")
-def frozen_firecracker(frozen_by: Callable[[str], Case]) -> Case:
-    return frozen_by("firecracker")
+def frozen_firecracker(forkable_firecracker: Case) -> Case:
+    """Where no VM is forked live: each fork is a Firecracker of its own, in its jail."""
+    return Case(FirecrackerEngine(live_forks=False), forkable_firecracker.frozen)
 
 
 @pytest.fixture(scope="session")
@@ -76,13 +77,12 @@ def frozen_tcg_4(python_image: Image, shared: Path) -> Case:
 
 @pytest.fixture(scope="session")
 def frozen_firecracker_4(python_image: Image, shared: Path) -> Case:
-    return _frozen_vm(FirecrackerEngine(live_forks=True), python_image, shared / "firecracker-4", vcpus=4)
+    return _frozen_vm(FirecrackerEngine(), python_image, shared / "firecracker-4", vcpus=4)
 
 
 @pytest.fixture(scope="session")
-def forkable_firecracker(frozen_firecracker: Case) -> Case:
-    """The same, of an engine that forks live VMs."""
-    return Case(FirecrackerEngine(live_forks=True), frozen_firecracker.frozen)
+def forkable_firecracker(frozen_by: Callable[[str], Case]) -> Case:
+    return frozen_by("firecracker")
 
 
 @pytest.fixture(scope="session")

@@ -318,7 +318,7 @@ async def test_a_firecracker_that_crashes_at_its_start_is_an_error_with_its_last
     )
     broken.chmod(0o755)
     monkeypatch.setenv("FORKD_FIRECRACKER", str(broken))
-    engine = FirecrackerEngine()
+    engine = FirecrackerEngine(live_forks=False)
     with pytest.raises(GuestDied, match="Firecracker ended during its start") as caught:
         await fork_one(engine, frozen_firecracker.frozen, new_identities(1)[0], run_directory)
     assert caught.value.details

@@ -263,7 +263,7 @@ async def test_a_directory_that_is_there_already_is_left_alone(tcg: Case, run_di
 
 _OPEN = {
     "qemu": 'QemuEngine("tcg", outlive=True)',
-    "firecracker": "FirecrackerEngine(outlive=True, live_forks=True)",
+    "firecracker": "FirecrackerEngine(outlive=True)",
 }
 _FORKER = """
 engine = {engine}
@@ -293,7 +293,7 @@ async def test_an_owner_that_is_killed_while_it_forks_leaves_whole_vms_and_no_ot
 async def _look_at_what_is_left(each: Case, run: Path) -> None:
     lasting: Engine = QemuEngine("tcg", outlive=True)
     if each.engine.name == "firecracker":
-        lasting = FirecrackerEngine(outlive=True, live_forks=True)
+        lasting = FirecrackerEngine(outlive=True)
     left = find_marked(run)
     assert {run / "source", run / "first"} <= left.keys()
     assert left.keys() <= {run / name for name in ("source", "first", "fork")}

@@ -129,6 +129,18 @@ async def test_answers_that_lead_to_private_addresses_are_emptied(networks: Netw
         await told(refused, reason="private", asked="rebind.allowed.test", address=HOST)
 
 
+async def test_a_name_that_moves_is_followed_but_not_to_a_private_address(networks: Networks, world: World) -> None:
+    world.ttl_s = 0
+    async with guest_of(networks, NAMES) as guest:
+        for address, found in ((WEB, [WEB]), (PRIVATE, []), (HOST, []), ("127.0.0.1", []), (OTHER, [OTHER])):
+            world.records["allowed.test"] = [("A", address)]
+            assert await do(guest.ask, "www.allowed.test") == ("NOERROR", found)
+            if found:
+                assert await do(guest.fetch, address) == 5
+            else:
+                await is_refused(guest.fetch, address if address != "127.0.0.1" else PRIVATE)
+
+
 async def test_an_answer_too_long_for_a_datagram_is_asked_for_by_tcp(networks: Networks) -> None:
     async with guest_of(networks, NAMES) as guest:
         code, addresses = await do(guest.ask, "many.allowed.test", tcp=True)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 from forkd.engines.base import Engine, Entry, Findings, Opening, Verdict
 from forkd.host.finding import Status
 
-# Its VMs can be forked while they run: to be asked for as long as it is new.
-LIVE_FORKS_SETTING = "FORKD_FIRECRACKER_LIVE_FORKS"
-
-_JAILED = "a virtual machine each, under KVM, in a jail of Firecracker's"
+_JAILED = "a virtual machine each, under KVM, in a jail"
 _NOT_JAILED = "a virtual machine each, under KVM, confined by Firecracker's seccomp but by no jail"
 
 
@@ -29,8 +24,7 @@ def _open(accelerator: str | None, opening: Opening) -> Engine:
     from forkd.engines.firecracker.engine import FirecrackerEngine
     from forkd.host.user_ids import DEFAULT_USERS
 
-    live_forks = os.environ.get(LIVE_FORKS_SETTING) == "1"
-    return FirecrackerEngine(outlive=opening.outlive, users=opening.users or DEFAULT_USERS, live_forks=live_forks)
+    return FirecrackerEngine(outlive=opening.outlive, users=opening.users or DEFAULT_USERS)
 
 
 ENTRY = Entry("firecracker", ("kvm", "firecracker", "jailer"), judge, _open)

@@ -78,10 +78,11 @@ class FirecrackerEngine:
     opens_taps = True
     streams_go_on = False
 
-    def __init__(self, *, outlive: bool = False, users: UserRange = DEFAULT_USERS, live_forks: bool = False) -> None:
+    def __init__(self, *, outlive: bool = False, users: UserRange = DEFAULT_USERS, live_forks: bool = True) -> None:
         """`outlive`: forks go on when we end; parents never do. `users`: whom forks run as. Raises HostLacks.
 
-        `live_forks`: its VMs can be forked while they run, and have a cell of forkd's instead of the jailer's jail.
+        `live_forks`: where they can be, its VMs are such that they can be forked while they run: in a cell of forkd's
+        instead of the jailer's jail.
         """
         self._binaries = find_binaries()
         self._outlive = outlive
@@ -172,7 +173,7 @@ class FirecrackerEngine:
 
     def why_no_live_forks(self) -> str | None:
         if not self._live_forks:
-            return "they have to be asked for there: FORKD_FIRECRACKER_LIVE_FORKS=1"
+            return "it was opened without them"
         if os.geteuid() != 0:
             return "only root can have Firecracker's own filters put on its forks"
         return find_suspending_lack() or find_cell_lack(self._users.users)
