@@ -50,6 +50,18 @@ def test_the_block_of_a_daemon_that_has_ended_is_free_again(tmp_path: Path) -> N
     assert UserIds(UserRange(FIRST, BLOCK), table).claim() == FIRST
 
 
+def test_the_id_of_a_vm_that_was_taken_over_is_not_given_out_when_it_ends(tmp_path: Path) -> None:
+    """It is of the block of a daemon that is dead, which another daemon may have taken meanwhile."""
+    table = tmp_path / "table"
+    table.write_text(json.dumps({str(FIRST): [os.getpid(), 1]}))  # of the daemon that is dead
+    users = UserRange(FIRST, 2 * BLOCK)
+    heir, other = UserIds(users, table), UserIds(users, table)
+    heir.hold((FIRST,))
+    assert {other.claim() for _ in range(BLOCK)} == set(range(FIRST, FIRST + BLOCK))
+    heir.release((FIRST,))
+    assert {heir.claim() for _ in range(BLOCK)} == set(range(FIRST + BLOCK, FIRST + 2 * BLOCK))
+
+
 @needs_root
 def test_an_id_of_a_living_process_is_not_given_out(tmp_path: Path) -> None:
     users = UserRange(FIRST, 2 * BLOCK)

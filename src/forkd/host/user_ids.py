@@ -44,6 +44,7 @@ class UserIds:
         self.users = users
         self._table = table
         self._lock = threading.Lock()
+        self._ours: set[int] = set()  # of our blocks; a VM that was taken over has an id of another's
         self._free: list[int] = []
         self._held: Counter[int] = Counter()
 
@@ -53,6 +54,7 @@ class UserIds:
             while True:
                 if not self._free:
                     self._free = self._take_block()
+                    self._ours.update(self._free)
                 user = self._free.pop(0)
                 if not self._held[user]:
                     self._held[user] += 1
@@ -69,7 +71,8 @@ class UserIds:
                 self._held[user] -= 1
                 if self._held[user] <= 0:
                     del self._held[user]
-                    self._free.append(user)
+                    if user in self._ours:
+                        self._free.append(user)
 
     def _take_block(self) -> list[int]:
         me = [os.getpid(), start_time_ticks(os.getpid()) or 0]
