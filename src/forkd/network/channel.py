@@ -31,6 +31,8 @@ class Channel:
 
     def __init__(self, sock: socket.socket, on_message: OnMessage, on_end: Callable[[], None]) -> None:
         self._socket: socket.socket | None = sock
+        self._turn = asyncio.Lock()  # one sends at a time, in the order of the calls
+        self._room = asyncio.Event()
         self._on_message, self._on_end = on_message, on_end
         sock.setblocking(False)
         self._loop = asyncio.get_running_loop()
@@ -39,8 +41,10 @@ class Channel:
     def close(self) -> None:
         if self._socket is not None:
             self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
             self._socket.close()
             self._socket = None
+            self._room.set()  # who waits for it hears at once
 
     async def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         """Raises NetworkFailed when the other side is gone, or does not read."""
@@ -48,7 +52,7 @@ class Channel:
         if len(data) > MAX_BYTES:
             raise NetworkFailed(f"A message of {len(data)} bytes about a network is too long")
         try:
-            async with asyncio.timeout(_SEND_DEADLINE_S):
+            async with asyncio.timeout(_SEND_DEADLINE_S), self._turn:
                 while not self._sent(data, descriptors):
                     await self._writable()
         except OSError as error:  # TimeoutError is one
@@ -64,13 +68,14 @@ class Channel:
         return True
 
     async def _writable(self) -> None:
-        ready = asyncio.Event()
-        sock = self._socket
-        if sock is not None:
-            self._loop.add_writer(sock, ready.set)
-            try:
-                await ready.wait()
-            finally:
+        if (sock := self._socket) is None:
+            return
+        self._room.clear()
+        self._loop.add_writer(sock, self._room.set)
+        try:
+            await self._room.wait()
+        finally:
+            if self._socket is not None:  # else it was closed meanwhile, and its number may be another's
                 self._loop.remove_writer(sock)
 
     def _readable(self) -> None:
