@@ -257,6 +257,20 @@ async def test_a_change_is_in_force_at_once_and_cuts_what_it_no_longer_allows(ne
         assert await do(guest.fetch_tls, WEB, "allowed.test") == 5
 
 
+async def test_another_name_cuts_no_connection(networks: Networks) -> None:
+    rules = {"allow": ["allowed.test", THIRD], "group": "team"}
+    async with guest_of(networks, rules, names=("a",)) as guest:
+        await do(guest.ask, "allowed.test")
+        with await do(guest.connect, THIRD, 80) as sock:
+            sock.sendall(b"wait\n")
+            assert sock.recv(100) == b"waiting\n"
+            await networks.change("a", parse_network(rules), ("a", "db"))
+            sock.sendall(b"wait\n")
+            assert await do(sock.recv, 100) == b"waiting\n"
+        assert (await do(guest.ask, "db.forkd"))[0] == "NOERROR"
+        assert await do(guest.fetch_tls, WEB, "allowed.test") == 5
+
+
 async def test_a_connection_of_before_a_fork_is_reset(networks: Networks) -> None:
     """The guest has it, the namespace does not: as after a fork, which gets a namespace of its own."""
     lease = await networks.lease("a", parse_network({"allow": [THIRD]}))
@@ -337,6 +351,37 @@ async def test_what_a_sandbox_never_had_is_an_error_and_its_release_is_not(netwo
         await networks.lease("a", parse_network(NAMES))
     await networks.release("a")
     await networks.release("a")
+
+
+async def test_leases_that_nobody_waits_for_any_more_are_released(networks: Networks) -> None:
+    os.close((await networks.lease("first", parse_network(NAMES))).tap)
+    names = [f"s{number}" for number in range(20)]
+    waiting = [asyncio.ensure_future(networks.lease(name, parse_network(NAMES))) for name in names]
+    await asyncio.sleep(0.02)
+    for each in waiting:
+        each.cancel()
+    for done in await asyncio.gather(*waiting, return_exceptions=True):
+        if not isinstance(done, BaseException):
+            os.close(done.tap)
+    await asyncio.gather(*map(networks.release, names))
+    os.close((await networks.lease("last", parse_network(NAMES))).tap)  # made after all of them
+    for name in names:
+        with pytest.raises(NotFound):
+            await networks.usage(name)
+
+
+async def test_changes_and_releases_at_once_leave_nothing(networks: Networks) -> None:
+    """Each change ends before the release begins, or finds nothing."""
+    group = parse_network({"group": "team"})
+    lease = await networks.lease("stays", group, ("stays",))
+    with Guest(lease.tap) as guest:
+        for _ in range(10):
+            os.close((await networks.lease("goes", parse_network(NAMES))).tap)
+            changing = asyncio.ensure_future(networks.change("goes", group, ("goes",)))
+            await asyncio.gather(changing, networks.release("goes"), return_exceptions=True)
+            assert (await do(guest.ask, "stays.forkd"))[0] == "NOERROR"
+            assert (await do(guest.ask, "goes.forkd"))[0] == "NXDOMAIN"
+    os.close(lease.tap)
 
 
 async def test_a_released_network_is_cut_off_though_somebody_holds_its_tap(networks: Networks) -> None:

@@ -33,8 +33,10 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 class Passenger(Protocol):
     """What the gate needs of a sandbox."""
 
-    network: Network
     named: NamedAddresses
+
+    @property
+    def network(self) -> Network: ...
 
     async def open_socket(self) -> socket.socket:
         """In its namespace. Raises OSError."""

@@ -23,12 +23,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import dns.rdata
 
 from forkd.errors import ForkdError, NetworkFailed, NotFound
 from forkd.host import netlink, netns, nftables
-from forkd.model.network import parse_network
+from forkd.model.network import Network, parse_network
 from forkd.network import rules
 from forkd.network.channel import Channel
 from forkd.network.groups import Groups
@@ -54,6 +55,8 @@ class Hub:
         # One thread for all namespaces: they change one after the other.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="namespaces")
         self._sandboxes: dict[str, Sandbox] = {}
+        # Of each name, while somebody wants it.
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._host_addresses: frozenset[str] = frozenset()
         self._groups = Groups()
         self._pasta: Pasta | None = None
@@ -119,13 +122,13 @@ class Hub:
 
     async def _lease(self, message: dict[str, Any], given: list[int], sent: list[int]) -> dict[str, Any]:
         name, network, names = _parse_who(message)
-        if name in self._sandboxes:
-            raise NetworkFailed(f"{name} has a network already")
         owner = message.get("owner")
         kind = TapKind(bool(message.get("vnet_hdr")), int(owner) if owner is not None else None)
-        slot = await self.pool.take(kind, network)
-        sandbox = Sandbox(name, slot, self)
-        await self._let_in(sandbox, names)
+        async with self._turn(name):
+            if name in self._sandboxes:
+                raise NetworkFailed(f"{name} has a network already")
+            slot = await self.pool.take(kind, network)
+            await self._let_in(Sandbox(name, slot, self), names)
         if slot.tap is not None:
             sent.append(slot.tap)
             slot.tap = None
@@ -137,32 +140,39 @@ class Hub:
 
     async def _adopt(self, message: dict[str, Any], given: list[int], sent: list[int]) -> dict[str, Any]:
         name, network, names = _parse_who(message)
-        if name in self._sandboxes or len(given) != 1:
-            raise NetworkFailed(f"{name} cannot be taken over")
-        slot = await self.pool.adopt(given.pop(), network)
-        await self._let_in(Sandbox(name, slot, self), names)
+        async with self._turn(name):
+            if name in self._sandboxes or len(given) != 1:
+                raise NetworkFailed(f"{name} cannot be taken over")
+            slot = await self.pool.adopt(given.pop(), network)
+            await self._let_in(Sandbox(name, slot, self), names)
         return {"address": slot.address}
 
     async def _change(self, message: dict[str, Any], given: list[int], sent: list[int]) -> dict[str, Any]:
         name, network, names = _parse_who(message)
-        sandbox = self._get(name)
-        async with sandbox.changing:
-            used = await self.in_namespaces(sandbox.read_usage)
-            text = self.pool.render_change(sandbox.slot, network, used.bytes_in + used.bytes_out, sandbox.named)
-            await self.in_namespaces(lambda: self.maker.change(sandbox.slot, text))
-            sandbox.network = network
-            sandbox.named.keep(network, time.monotonic())
-            sandbox.cut_gate()
-            await self._regroup(sandbox, names)
+        async with self._turn(name):
+            sandbox = self._get(name)
+            async with sandbox.changing:
+                if network != sandbox.network:  # else it has another name, which is no reason to cut it off
+                    await self._set_rules(sandbox, network)
+                await self._regroup(sandbox, names)
         return {}
 
+    async def _set_rules(self, sandbox: Sandbox, network: Network) -> None:
+        used = await self.in_namespaces(sandbox.read_usage)
+        text = self.pool.render_change(sandbox.slot, network, used.bytes_in + used.bytes_out, sandbox.named)
+        await self.in_namespaces(lambda: self.maker.change(sandbox.slot, network, text))
+        sandbox.named.keep(network, time.monotonic())
+        sandbox.cut_gate()
+
     async def _release(self, message: dict[str, Any], given: list[int], sent: list[int]) -> dict[str, Any]:
-        sandbox = self._sandboxes.pop(str(message.get("name")), None)
-        if sandbox is not None:
-            sandbox.stop()
-            if (text := self._groups.leave(sandbox.slot.address)) is not None:
-                await self.in_namespaces(lambda: nftables.run(text))
-            await self.pool.give_back(sandbox.slot)
+        name = str(message.get("name"))
+        async with self._turn(name):
+            sandbox = self._sandboxes.pop(name, None)
+            if sandbox is not None:
+                sandbox.stop()
+                if (text := self._groups.leave(sandbox.slot.address)) is not None:
+                    await self.in_namespaces(lambda: nftables.run(text))
+                await self.pool.give_back(sandbox.slot)
         return {}
 
     async def _connect(self, message: dict[str, Any], given: list[int], sent: list[int]) -> dict[str, Any]:
@@ -196,6 +206,10 @@ class Hub:
         text = self._groups.put(sandbox.slot.address, sandbox.network.group, names)
         if text is not None:
             await self.in_namespaces(lambda: nftables.run(text))
+
+    def _turn(self, name: str) -> asyncio.Lock:
+        """One after the other, as they were asked for: what is released while it is being leased is released."""
+        return self._turns.setdefault(name, asyncio.Lock())
 
     def _get(self, name: str) -> Sandbox:
         sandbox = self._sandboxes.get(name)
@@ -236,15 +250,11 @@ class Hub:
     def _on_news(self) -> None:
         self._news.drain()
         self._read_addresses()
-        self._spawn(self._tell_addresses())
+        self._spawn(self.pool.refresh_all())
 
     def _read_addresses(self) -> None:
         with netlink.Netlink() as links:
             self._host_addresses = frozenset(str(each.address) for each in links.addresses())
-
-    async def _tell_addresses(self) -> None:
-        for slot in [*self.pool.ready, *(sandbox.slot for sandbox in self._sandboxes.values())]:
-            await self.pool.refresh(slot)
 
     def _spawn(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

@@ -33,9 +33,11 @@ _log = logging.getLogger(__name__)
 class Asker(Protocol):
     """What the name server needs of a sandbox."""
 
-    network: Network
     named: NamedAddresses
     changing: asyncio.Lock  # its rules, or what names stand for
+
+    @property
+    def network(self) -> Network: ...
 
     async def let_reach(self, plan: dict[Named, int], *, new: bool) -> None:
         """Put addresses into the rules' set; they are in force when it returns. Raises OSError."""

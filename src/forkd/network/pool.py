@@ -7,14 +7,14 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from forkd.errors import NetworkFailed
 from forkd.model.network import NO_NETWORK, Network
 from forkd.network import rules
 from forkd.network.named import NamedAddresses
-from forkd.network.slot import Slot, SlotMaker, TapKind
+from forkd.network.slot import Slot, SlotGone, SlotMaker, TapKind
 
 T = TypeVar("T")
 
@@ -36,6 +36,8 @@ class Pool:
     def __init__(self, maker: SlotMaker, in_thread: InThread, host_addresses: Callable[[], frozenset[str]]) -> None:
         self._maker, self._in_thread, self._host_addresses = maker, in_thread, host_addresses
         self.ready: deque[Slot] = deque()
+        self._slots: set[Slot] = set()  # all that there are, also those that sandboxes have
+        self._kind = TapKind()  # as was asked for last: one daemon asks for one
         # Those longest unused first: what is left of the last one may still be going.
         self._free = deque(range(maker.layout.slots))
         self._wanted = 0
@@ -54,40 +56,44 @@ class Pool:
 
     async def take(self, kind: TapKind, network: Network) -> Slot:
         """With its rules in force."""
-        self._asking += 1
+        self._asking, self._kind = self._asking + 1, kind
         try:
-            slot = self._find(kind, network) or await self._make(kind)
-            try:
-                await self._load(slot, network)
-                await self.refresh(slot)
-            except BaseException:
-                await self.give_back(slot)
-                raise
-            return slot
+            return await self._furnish(self._find(kind, network) or await self._make(kind), network)
         finally:
             self._asking -= 1
             self._refill()
 
     async def adopt(self, namespace: int, network: Network) -> Slot:
-        index, addresses = self._index(), sorted(self._host_addresses())
+        slot = await self._new(lambda index, addresses: self._maker.adopt(index, namespace, addresses))
+        return await self._furnish(slot, network)
+
+    async def give_back(self, slot: Slot) -> None:
+        """It is never used again; its number is."""
+        self._slots.discard(slot)
+        await self._in_thread(lambda: self._maker.remove(slot))
+        self._free.append(slot.index)
+
+    async def refresh_all(self) -> None:
+        """The host's addresses have changed. What goes wrong in one slot does not leave others with the old ones."""
+        for slot in list(self._slots):
+            try:
+                await self._refresh(slot)
+            except SlotGone:
+                pass
+            except OSError as error:
+                _log.error("The host's addresses could not be denied to %s: %s", slot.address, error)
+
+    async def _furnish(self, slot: Slot, network: Network) -> Slot:
+        """From the first look on `refresh_all` finds it, so that it misses no address."""
         try:
-            slot = await self._in_thread(lambda: self._maker.adopt(index, namespace, addresses))
-        except BaseException:
-            self._free.append(index)
-            raise
-        try:
+            await self._refresh(slot)
             await self._load(slot, network)
         except BaseException:
             await self.give_back(slot)
             raise
         return slot
 
-    async def give_back(self, slot: Slot) -> None:
-        """It is never used again; its number is."""
-        await self._in_thread(lambda: self._maker.remove(slot))
-        self._free.append(slot.index)
-
-    async def refresh(self, slot: Slot) -> None:
+    async def _refresh(self, slot: Slot) -> None:
         """The host's addresses may have changed since it was made."""
         addresses = self._host_addresses()
         if slot.host_addresses != addresses:
@@ -119,12 +125,17 @@ class Pool:
         return best
 
     async def _make(self, kind: TapKind) -> Slot:
+        return await self._new(lambda index, addresses: self._maker.make(index, kind, addresses))
+
+    async def _new(self, make: Callable[[int, Sequence[str]], Slot]) -> Slot:
         index, addresses = self._index(), sorted(self._host_addresses())
         try:
-            return await self._in_thread(lambda: self._maker.make(index, kind, addresses))
+            slot = await self._in_thread(lambda: make(index, addresses))
         except BaseException:
             self._free.append(index)
             raise
+        self._slots.add(slot)
+        return slot
 
     def _index(self) -> int:
         if not self._free:
@@ -142,10 +153,15 @@ class Pool:
             if self._asking:
                 continue
             begun = time.monotonic()
+            unfit = next((slot for slot in self.ready if slot.kind != self._kind), None)
             slot = next((slot for slot in self.ready if slot.network != self._expected), None)
             try:
+                if unfit is not None:
+                    self.ready.remove(unfit)
+                    await self.give_back(unfit)
+                    continue
                 if len(self.ready) < self._wanted:
-                    slot = await self._make(TapKind())
+                    slot = await self._make(self._kind)
                     self.ready.append(slot)
                 elif slot is None:
                     return

@@ -53,10 +53,6 @@ class Sandbox:
     def network(self) -> Network:
         return self.slot.network
 
-    @network.setter
-    def network(self, network: Network) -> None:
-        self.slot.network = network
-
     def start(self) -> None:
         self._names.start()
         self._gate.start()

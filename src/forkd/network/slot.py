@@ -6,6 +6,7 @@ Called in the thread of the hub that owns the namespaces, which is in the hub's 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -55,7 +56,11 @@ class TapKind:
     owner: int | None = None
 
 
-@dataclass
+class SlotGone(OSError):
+    """It was removed, and the number of its descriptor may be another namespace's by now."""
+
+
+@dataclass(eq=False)
 class Slot:
     index: int
     address: str
@@ -71,8 +76,10 @@ class Slot:
     names: tuple[str, ...] = ()
     host_addresses: frozenset[str] = field(default_factory=frozenset)
     used_bytes: int = 0  # of its quota, before we had it
+    gone: bool = False
 
     def close(self) -> None:
+        self.gone = True
         for each in (self.dns, self.dns_tcp, self.gate, self.log):
             each.close()
         self.close_tap()
@@ -135,14 +142,19 @@ class SlotMaker:
         with self.inside(slot):
             nftables.run(text)
 
-    def change(self, slot: Slot, text: str) -> None:
+    def change(self, slot: Slot, network: Network, text: str) -> None:
         """Other rules; connections are to be made anew, as the kernel lets known ones pass."""
         with self.inside(slot):
             nftables.run(text)
+            # Before what may fail: from here on these are the rules that there are.
+            slot.network = network
             conntrack.flush()
 
     @contextlib.contextmanager
     def inside(self, slot: Slot) -> Iterator[None]:
+        """Raises SlotGone. Slots are removed in this thread too, so it cannot go meanwhile."""
+        if slot.gone:
+            raise SlotGone(errno.ENETDOWN, "The sandbox has no network any more")
         netns.enter(slot.namespace)
         try:
             yield
