@@ -1,6 +1,7 @@
 """A hub or a daemon that is killed: what it left goes, and the next one takes its networks over."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 from support_world import HOST, RESOLVER, THIRD, WEB, Guest, World, host_network, made_world, needs_world
 
-from forkd.errors import NetworkFailed
+from forkd.errors import NetworkFailed, NotFound
 from forkd.host import nftables
 from forkd.host.faults import POINTS
+from forkd.host.process import children_of
 from forkd.model.network import parse_network
 from forkd.network.networks import NetworkOptions, Networks
 
@@ -85,6 +87,69 @@ async def test_a_call_that_the_hub_died_of_is_an_error_and_the_next_one_works(wo
         with pytest.raises(NetworkFailed):
             await waiting
         os.close((await networks.lease("b", parse_network(RULES))).tap)
+
+
+def hubs() -> list[int]:
+    found = []
+    for pid in children_of(os.getpid()):
+        with contextlib.suppress(OSError):
+            if b"forkd.network.hub" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+async def test_who_stops_waiting_for_a_hub_leaves_it_to_the_others(world: World, tmp_path: Path) -> None:
+    async with Networks.opened(tmp_path, options("veth"), lambda _: None) as networks:
+        waiting = [asyncio.ensure_future(networks.lease(f"s{number}", parse_network(RULES))) for number in range(3)]
+        async with asyncio.timeout(_GONE_S):
+            while not hubs():
+                await asyncio.sleep(0.001)
+        for each in waiting[:2]:
+            each.cancel()
+        lease = await waiting[2]
+        with Guest(lease.tap) as guest:
+            assert await asyncio.to_thread(guest.fetch, THIRD) == 5
+        assert hubs() == [networks.hub_pid]
+        os.close(lease.tap)
+
+
+@pytest.mark.parametrize("uplink", ["veth", "pasta"])
+async def test_a_daemon_that_stops_while_its_hub_starts_leaves_none(world: World, tmp_path: Path, uplink: str) -> None:
+    before = host_network()
+    for wait_s in (0.0, 0.1, 0.3, 0.5):
+        async with Networks.opened(tmp_path, options(uplink), lambda _: None) as networks:
+            waiting = asyncio.ensure_future(networks.lease("a", parse_network(RULES)))
+            await asyncio.sleep(wait_s)
+            waiting.cancel()
+            for done in await asyncio.gather(waiting, return_exceptions=True):
+                if not isinstance(done, BaseException):
+                    os.close(done.tap)
+        assert hubs() == [] and host_network() == before
+
+
+async def test_questions_and_releases_start_no_hub(world: World, tmp_path: Path) -> None:
+    async with Networks.opened(tmp_path, options(), lambda _: None) as networks:
+        await networks.release("a")
+        for asked in (networks.usage("a"), networks.connect("a", 80), networks.change("a", parse_network(RULES))):
+            with pytest.raises(NotFound):
+                await asked
+        assert hubs() == []
+
+
+async def test_a_hub_that_died_unnoticed_leaves_nothing_on_the_host(world: World, tmp_path: Path) -> None:
+    before = host_network()
+    async with Networks.opened(tmp_path, options("veth"), lambda _: None) as networks:
+        os.close((await networks.lease("a", parse_network(RULES))).tap)
+        await networks.release("a")
+        assert networks.hub_pid is not None
+        os.kill(networks.hub_pid, signal.SIGKILL)
+        async with asyncio.timeout(_GONE_S):
+            while networks.hub_pid is not None:
+                await asyncio.sleep(0.01)
+    # Its link goes with the hub's network, which the kernel takes down in a while.
+    async with asyncio.timeout(_GONE_S):
+        while host_network() != before:
+            await asyncio.sleep(0.01)
 
 
 async def test_who_watches_is_told_of_a_killed_hub_and_what_waits_fails(world: World, tmp_path: Path) -> None:

@@ -4,66 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import json
 import logging
 import os
 import socket
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forkd import errors
-from forkd.errors import ForkdError, HostLacks, NetworkFailed
+from forkd.errors import ForkdError, HostLacks, NetworkFailed, NotFound
 from forkd.host import netns, network_probe
 from forkd.host.faults import fault_point
-from forkd.host.process import WatchedProcess, spawn
 from forkd.host.tap import open_namespace
 from forkd.host.threads import in_thread
 from forkd.model.network import AddressRule, Network
 from forkd.network import uplink
-from forkd.network.channel import Channel, make_pair
+from forkd.network.hub_process import START_HINT, HubProcess, ended
 from forkd.network.layout import choose_layout, host_name
 from forkd.network.lease import Lease, NetworkOptions, Refused, Usage
 from forkd.network.resolver import find_resolvers
 
-START_DEADLINE_S = 30.0
-CALL_DEADLINE_S = 30.0
-_LOG = "hub.log"
-# Isolated from the environment, which may be what names the path that we were found by.
-_START = """\
-import json, sys
-sys.path[:] = sys.argv[1].split(":")
-from forkd.network.hub import main
-main(json.loads(sys.argv[2]))
-"""
 _MOUNT = "hub"
-_HINT = "forkd doctor says more; a sandbox without a network works"
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Hub:
-    """The one that runs now."""
-
-    process: WatchedProcess
-    channel: Channel
-    pending: dict[int, asyncio.Future[tuple[dict[str, Any], list[int]]]]
-    uplink: network_probe.Kind
 
 
 class Networks:
     def __init__(self, directory: Path, options: NetworkOptions, on_refused: Callable[[Refused], None]) -> None:
         self._directory, self._options, self._on_refused = directory, options, on_refused
         self._name = host_name(directory)
-        self._hub: _Hub | None = None
-        self._starting = asyncio.Lock()
-        self._numbers = itertools.count(1)
-        self._ready: asyncio.Future[list[int]] | None = None
+        self._hub: HubProcess | None = None
+        self._starting: asyncio.Task[HubProcess] | None = None
+        self._linked = False  # this host has its end of an uplink, and rules for it
         self._user_namespace: int | None = None
         self._why_none: str | None = None
         # Address rules of all sandboxes, how many have each, and those that this host lets in.
@@ -102,26 +74,28 @@ class Networks:
         owner: int | None = None,
     ) -> Lease:
         """Its rules are in force. With `vnet_hdr` the tap is for its owner to open by name, once."""
-        await self._want(name, network)
+        hub = await self._running()
+        await self._want(hub, name, network)
         about = {**_about(name, network, names), "vnet_hdr": vnet_hdr, "owner": owner}
-        answer, descriptors = await self._call("lease", about)
+        answer, descriptors = await hub.call("lease", about)
         fault_point("hub.leased")
         tap = descriptors[0] if descriptors else -1
         return Lease(name, tap, answer["tap_name"], answer["namespace"], answer["address"])
 
     async def change(self, name: str, network: Network, names: Sequence[str] = ()) -> None:
         """All or nothing. Connections are to be made anew."""
-        await self._want(name, network)
-        await self._call("change", _about(name, network, names))
+        hub = self._serving(name)
+        await self._want(hub, name, network)
+        await hub.call("change", _about(name, network, names))
         fault_point("hub.changed")
 
     async def release(self, name: str) -> None:
         """Safe to repeat."""
         if self._hub is not None:
-            await self._call("release", {"name": name})
+            await self._hub.call("release", {"name": name})
         fault_point("hub.released")
-        if self._note_rules(name, ()):
-            await self._let_in()
+        if self._note_rules(name, ()) and self._hub is not None:
+            await self._let_in(self._hub)
 
     async def adopt(self, name: str, tap: int, network: Network, names: Sequence[str] = ()) -> str:
         """That of a VM which an earlier daemon left, by its tap: before the first lease. Or an earlier hub: any time.
@@ -136,8 +110,9 @@ class Networks:
             if self._hub is None and self._user_namespace is None:
                 # Only in the user namespace that owns it may a hub enter it.
                 self._user_namespace = netns.open_owner(namespace)
-            await self._want(name, network)
-            answer, _ = await self._call("adopt", _about(name, network, names), [namespace])
+            hub = await self._running()
+            await self._want(hub, name, network)
+            answer, _ = await hub.call("adopt", _about(name, network, names), [namespace])
         finally:
             os.close(namespace)
         return str(answer["address"])
@@ -147,7 +122,7 @@ class Networks:
 
     async def connect(self, name: str, port: int) -> socket.socket:
         """A TCP connection to a port of the guest, made inside its namespace."""
-        _, descriptors = await self._call("connect", {"name": name, "port": port})
+        _, descriptors = await self._serving(name).call("connect", {"name": name, "port": port})
         if len(descriptors) != 1:
             raise NetworkFailed("The process that serves networks gave no connection")
         sock = socket.socket(fileno=descriptors[0])
@@ -155,7 +130,7 @@ class Networks:
         return sock
 
     async def usage(self, name: str) -> Usage:
-        answer, _ = await self._call("usage", {"name": name})
+        answer, _ = await self._serving(name).call("usage", {"name": name})
         return Usage(**answer)
 
     def expect(self, network: Network, count: int) -> None:
@@ -166,38 +141,31 @@ class Networks:
 
     @property
     def hub_pid(self) -> int | None:
-        return self._hub.process.pid if self._hub is not None else None
+        return self._hub.pid if self._hub is not None else None
 
-    async def _call(
-        self, do: str, about: dict[str, Any], descriptors: Sequence[int] = ()
-    ) -> tuple[dict[str, Any], list[int]]:
-        hub = await self._running()
-        number = next(self._numbers)
-        answered: asyncio.Future[tuple[dict[str, Any], list[int]]] = asyncio.get_running_loop().create_future()
-        hub.pending[number] = answered
-        try:
-            await hub.channel.send({"id": number, "do": do, **about}, descriptors)
-            async with asyncio.timeout(CALL_DEADLINE_S):
-                answer, received = await answered
-        except TimeoutError as error:
-            raise NetworkFailed(f"The network's {do} took more than {CALL_DEADLINE_S:g} s", hint="Try again") from error
-        finally:
-            hub.pending.pop(number, None)
-        if "error" in answer:
-            _close_all(received)
-            raise _parse_error(answer["error"])
-        return answer["ok"], received
+    def _serving(self, name: str) -> HubProcess:
+        """Nothing is started to say that there is nothing: without a hub nobody has a network."""
+        if self._hub is None:
+            raise NotFound(f"{name[:80]} has no network")
+        return self._hub
 
-    async def _running(self) -> _Hub:
+    async def _running(self) -> HubProcess:
         if self._why_none is not None:
             await self._look()
         if self._why_none is not None:
-            raise HostLacks(self._why_none, hint=_HINT)
+            raise HostLacks(self._why_none, hint=START_HINT)
         if self._hub is None:
-            async with self._starting:
-                if self._hub is None:
-                    self._hub = await self._start()
+            if self._starting is None:
+                self._starting = asyncio.ensure_future(self._start())
+                self._starting.add_done_callback(self._started)
+            # One start for all who wait: it goes on when one of them stops.
+            return await asyncio.shield(self._starting)
         return self._hub
+
+    def _started(self, starting: asyncio.Task[HubProcess]) -> None:
+        self._starting = None
+        if not starting.cancelled():
+            starting.exception()  # looked at: nobody may wait for it any more
 
     async def _look(self) -> None:
         """At the host; and what is left of an earlier daemon goes."""
@@ -212,102 +180,60 @@ class Networks:
         else:
             self._why_none = None
 
-    async def _start(self) -> _Hub:
+    async def _start(self) -> HubProcess:
         kind = await in_thread(lambda: network_probe.check_network(self._options.uplink))
         layout = choose_layout(await in_thread(uplink.read_taken))
-        ours, theirs = make_pair()
         directory = self._directory / _MOUNT
         directory.mkdir(mode=0o700, exist_ok=True)
-        resolvers = self._options.resolvers if self._options.resolvers is not None else find_resolvers()
+        plan = {
+            "user_namespace": self._user_namespace,
+            "directory": str(directory.absolute()),
+            "uid": self._options.hub_uid,
+            "block": str(layout.block),
+            "uplink": kind,
+            "resolvers": list(self._options.resolvers if self._options.resolvers is not None else find_resolvers()),
+        }
         joined = [self._user_namespace] if self._user_namespace is not None else []
-        with theirs:
-            plan = {
-                "control": theirs.fileno(),
-                "user_namespace": self._user_namespace,
-                "directory": str(directory.absolute()),
-                "uid": self._options.hub_uid,
-                "parent": os.getpid(),
-                "block": str(layout.block),
-                "uplink": kind,
-                "resolvers": list(resolvers),
-            }
-            process = spawn(
-                [sys.executable, "-I", "-c", _START, ":".join(filter(os.path.isabs, sys.path)), json.dumps(plan)],
-                output=self._directory / _LOG,
-                env={"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"},
-                inherited_fds=[theirs.fileno(), *joined],
-            )
-        self._ready = asyncio.get_running_loop().create_future()
-        hub = _Hub(process, Channel(ours, self._on_message, self._on_end), {}, kind)
+        hub = HubProcess(plan, self._directory, joined, self._on_refused, self._on_end)
         try:
-            async with asyncio.timeout(START_DEADLINE_S):
-                (namespace,) = await process.unless_it_exits(self._ready)
-        except Exception as error:
-            await self._end(hub)
-            if isinstance(error, ForkdError):
-                raise
-            raise NetworkFailed("The process that serves networks did not start", hint=f"See {_LOG}") from error
-        try:
-            self._hub = hub
-            if self._user_namespace is None:
-                self._user_namespace = netns.open_owner(namespace)
-            if kind == "veth":
-                # Of a hub that was killed its end of the uplink may be left, with what it let in.
-                await in_thread(lambda: uplink.clean_up(self._name))
-                self._wanted = ()
-                await in_thread(lambda: uplink.set_up(self._name, layout, namespace))
+            namespace = await hub.wait_ready()
+            try:
+                if self._user_namespace is None:
+                    self._user_namespace = netns.open_owner(namespace)
+                if kind == "veth":
+                    # Of a hub that was killed its end of the uplink may be left, with what it let in.
+                    await self._clean_up()
+                    self._linked = True
+                    await in_thread(lambda: uplink.set_up(self._name, layout, namespace))
+            finally:
+                os.close(namespace)
             fault_point("hub.uplink")
-            await self._call("uplink", {"pool": self._options.pool})
+            await hub.call("uplink", {"pool": self._options.pool})
+            if hub.gone:
+                raise ended()
         except BaseException as error:
-            self._hub = None
-            await self._end(hub)
+            await hub.end()
+            await self._clean_up()
             if isinstance(error, OSError):
                 raise NetworkFailed(f"The uplink of networks could not be made: {error}") from error
             raise
-        finally:
-            os.close(namespace)
+        self._hub = hub
         self._tell_expected(hub)
         return hub
 
-    def _on_message(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        if self._ready is not None and not self._ready.done() and ("ready" in message or "failed" in message):
-            if "failed" in message:
-                text = f"The process that serves networks did not start: {message['failed']}"
-                hint = message.get("hint") or _HINT
-                self._ready.set_exception(HostLacks(text, hint=hint))
-            else:
-                self._ready.set_result(descriptors)
-            return
-        if "refused" in message:
-            for each in message["refused"]:
-                self._on_refused(Refused(**each))
-            return
-        waiting = self._hub.pending.get(message.get("id", 0)) if self._hub is not None else None
-        if waiting is None or waiting.done():
-            _close_all(descriptors)
-        else:
-            waiting.set_result((message, descriptors))
-
-    def _on_end(self) -> None:
-        """The hub is gone, and all networks with it: they are closed. The next call starts another."""
-        hub, self._hub = self._hub, None
-        gone = NetworkFailed("The process that serves networks ended", hint=f"See {_LOG}; try again")
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(gone)
-        for waiting in hub.pending.values() if hub is not None else ():
-            if not waiting.done():
-                waiting.set_exception(gone)
-        if hub is not None:
+    def _on_end(self, hub: HubProcess) -> None:
+        """The next lease, or who is told, starts another."""
+        if hub is self._hub:
+            self._hub = None
             _log.error("The process that serves networks ended")
-            hub.process.send_signal(9)
             self._rules.clear()
             self._uses.clear()
             self._on_lost()
 
-    async def _want(self, name: str, network: Network) -> None:
+    async def _want(self, hub: HubProcess, name: str, network: Network) -> None:
         inside = (rule for rule in network.allowed if isinstance(rule, AddressRule) and rule.means_inside)
         self._note_rules(name, tuple(inside))
-        await self._let_in()
+        await self._let_in(hub)
 
     def _note_rules(self, name: str, rules: tuple[AddressRule, ...]) -> tuple[AddressRule, ...]:
         """What it had before. Counted, as there may be a thousand with the same."""
@@ -321,12 +247,11 @@ class Networks:
                 del self._uses[rule]
         return before
 
-    async def _let_in(self) -> None:
+    async def _let_in(self, hub: HubProcess) -> None:
         """Where rules allow addresses of this host, it has to let sandboxes in."""
-        hub = await self._running()
         async with self._wanting:
             wanted = tuple(self._uses)
-            if hub.uplink == "veth" and wanted != self._wanted:
+            if hub is self._hub and self._linked and wanted != self._wanted:
                 text = uplink.render_wanted(self._name, wanted)
                 try:
                     await in_thread(lambda: uplink.run(text))
@@ -334,23 +259,26 @@ class Networks:
                     raise NetworkFailed(f"The rules of this host could not be changed: {error}") from error
                 self._wanted = wanted
 
-    def _tell_expected(self, hub: _Hub) -> None:
+    def _tell_expected(self, hub: HubProcess) -> None:
         if self._expected is not None:
             network, count = self._expected
-            message = {"id": 0, "do": "expect", "network": network.as_json(), "count": count}
-            self._telling = asyncio.ensure_future(hub.channel.send(message))
+            hub.tell("expect", {"network": network.as_json(), "count": count})
 
-    async def _end(self, hub: _Hub) -> None:
-        hub.channel.close()
-        await hub.process.kill()
+    async def _clean_up(self) -> None:
+        """Also when the hub that it was made for is gone."""
         self._wanted = ()
-        if hub.uplink == "veth":
+        if self._linked:
             await in_thread(lambda: uplink.clean_up(self._name))
+            self._linked = False
 
     async def _close(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
         hub, self._hub = self._hub, None
         if hub is not None:
-            await self._end(hub)
+            await hub.end()
+        await self._clean_up()
         if self._user_namespace is not None:
             os.close(self._user_namespace)
             self._user_namespace = None
@@ -358,14 +286,3 @@ class Networks:
 
 def _about(name: str, network: Network, names: Sequence[str]) -> dict[str, Any]:
     return {"name": name, "network": network.as_json(), "names": list(names)}
-
-
-def _parse_error(raw: dict[str, Any]) -> ForkdError:
-    kinds = (kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ForkdError))
-    kind = next((kind for kind in kinds if kind.code == raw.get("code")), NetworkFailed)
-    return kind(str(raw.get("message")), hint=raw.get("hint"))
-
-
-def _close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
