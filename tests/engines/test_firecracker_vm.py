@@ -18,11 +18,14 @@ from support_sizes import sized
 
 from forkd.engines.base import ExitReason, Frozen, Machine
 from forkd.engines.firecracker.engine import FirecrackerEngine
+from forkd.engines.firecracker.machine import FirecrackerMachine
 from forkd.errors import EngineFailed, ForkdError, GuestDied, InvalidInput
 from forkd.host.cgroup import find_place
 from forkd.host.marked import find_marked
 from forkd.host.system import memory_use
+from forkd.host.user_ids import DEFAULT_USERS
 from forkd.model.machine import NO_LIMITS, Limits, MachineSpec
+from forkd.model.names import new_identity
 from forkd.runtime.fork import fork_children, fork_one, kill_all, new_identities, prove
 from forkd.runtime.freeze import booted
 
@@ -82,7 +85,21 @@ async def test_every_child_is_jailed_and_no_two_are_the_same_user(
             assert group.startswith("0::/forkd/") and group.endswith(child.id)
         assert len(uids) == len(taps) == 3
         assert not taps & set(os.listdir("/sys/class/net"))
-        assert not any(words.split()[0] == "0" for words in uids)
+        assert all(int(word) in DEFAULT_USERS for words in uids for word in words.split())
+
+
+async def test_the_user_of_a_jailed_vm_stays_its_own_when_it_is_taken_over(
+    frozen_firecracker: Case, run_directory: Path
+) -> None:
+    engine, directory = frozen_firecracker.engine, run_directory / "sb-1"
+    first = await fork_one(engine, frozen_firecracker.frozen, new_identity("sb-1"), run_directory)
+    await first.release()
+    machine = await engine.adopt(directory)
+    try:
+        assert isinstance(machine, FirecrackerMachine) and isinstance(first.machine, FirecrackerMachine)
+        assert machine.lineage == first.machine.lineage == (int(_status(machine.pid)["Uid"].split()[0]),)
+    finally:
+        await machine.kill()
 
 
 async def test_a_jailed_vmm_may_read_what_it_was_given_and_write_none_of_it(

@@ -32,7 +32,9 @@ def failed(name: str) -> Finding:
     [
         ((), None, "firecracker", "kvm", "", "in a jail"),
         ((failed("qemu"), failed("tcg"), failed("qemu with kvm")), None, "firecracker", "kvm", "", ""),
-        ((NO_JAIL,), None, "firecracker", "kvm", "", "no jail"),
+        ((NO_JAIL,), None, "qemu", "kvm", "firecracker is not chosen (see jailer)", "KVM"),
+        ((NO_JAIL, failed("qemu with kvm")), None, "qemu", "tcg", "this QEMU cannot use KVM", "emulated"),
+        ((NO_JAIL,), "firecracker", "firecracker", "kvm", "asked for", "no jail"),
         ((DOUBTFUL,), "firecracker", "firecracker", "kvm", "", ""),
         ((NO_FIRECRACKER, failed("qemu with kvm")), None, "qemu", "tcg", "this QEMU cannot use KVM", ""),
         ((SLOW_KVM,), None, "qemu", "tcg", "KVM is not usable (too slow)", "emulated"),
@@ -41,7 +43,9 @@ def failed(name: str) -> Finding:
     ids=[
         "all is there",
         "firecracker needs no qemu",
-        "without root there is no jail",
+        "without a jail there is no cell, and qemu has one",
+        "nor for speed",
+        "without a jail when it is asked for",
         "a doubtful firecracker when it is asked for",
         "a qemu without kvm emulates",
         "unusable kvm is not used",
@@ -72,6 +76,12 @@ def test_firecracker_asked_for_where_it_cannot_run_is_refused_with_what_was_foun
     diagnosis = choose_with(lack, wanted="firecracker")
     assert (diagnosis.engine, diagnosis.accelerator, diagnosis.ok) == (None, None, False)
     assert lack.found in diagnosis.reason
+
+
+def test_a_firecracker_without_a_jail_is_never_chosen() -> None:
+    diagnosis = choose_with(NO_JAIL, failed("qemu"))
+    assert (diagnosis.engine, diagnosis.ok) == (None, False)
+    assert "no jail" in diagnosis.reason
 
 
 def test_with_neither_there_is_no_engine() -> None:

@@ -22,7 +22,7 @@ _ANSWER_S = 5.0
 _VERSION = re.compile(r"^(?:Firecracker|Jailer) v?(\d+(?:\.\d+)+\S*)", re.MULTILINE)
 _WHERE = "https://github.com/firecracker-microvm/firecracker/releases"
 _INSTALL = f"Install Firecracker {OLDEST[0]}.{OLDEST[1]} or newer and its jailer from {_WHERE}"
-_NO_JAIL = "no jail: sandboxes are isolated by KVM and Firecracker's seccomp alone"
+_NO_JAIL = "none, and no cell, without root: firecracker must be asked for, and refuses VMs unless cell is best-effort"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def judge_version(path: Path, version: str) -> Finding:
 
 def _probe_jailer(firecracker: Path) -> Finding:
     if not _is_root():
-        return Finding(JAILER, Status.WARN, _NO_JAIL, "Run forkd as root: it then runs each Firecracker in a jail")
+        return Finding(JAILER, Status.WARN, _NO_JAIL, "Run forkd as root: each Firecracker is then in a cell or a jail")
     try:
         path = _get_jailer(firecracker)
         return Finding(JAILER, Status.OK, f"{ask_version(path)} at {path}")

@@ -75,7 +75,7 @@ def choose(findings: Iterable[Finding], wanted: str | None = None) -> Diagnosis:
         if verdict.lack is None:
             return Diagnosis(seen, entry.name, verdict.accelerator, verdict.isolation, why + verdict.why, True)
         # That KVM is not usable the next engine says itself.
-        why = "the best that runs here" if verdict.lack == "kvm" else f"{entry.name} cannot run (see {verdict.lack})"
+        why = "the best that runs here" if verdict.lack == "kvm" else f"{entry.name} is not chosen (see {verdict.lack})"
         if entry.runs_vms:
             refused.append(f"{entry.name} cannot run here: {verdict.why}")
     return _none(seen, f"The engine {'; '.join(refused)}")

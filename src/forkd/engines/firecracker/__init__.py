@@ -10,9 +10,9 @@ _NOT_JAILED = "a virtual machine each, under KVM, confined by Firecracker's secc
 
 
 def judge(found: Findings, asked: bool) -> Verdict:
-    """A Firecracker that is only doubtful runs when it was asked for."""
-    doubtful = (Status.OK, Status.WARN)
-    enough = {"kvm": (Status.OK,), "firecracker": doubtful if asked else (Status.OK,), "jailer": doubtful}
+    """A Firecracker that is only doubtful, or has no jail, runs when it was asked for."""
+    enough_to_run = (Status.OK, Status.WARN) if asked else (Status.OK,)
+    enough = {"kvm": (Status.OK,), "firecracker": enough_to_run, "jailer": enough_to_run}
     for name, statuses in enough.items():
         if found.status(name) not in statuses:
             return Verdict(f"{name}: {found.text(name)}", lack=name)
@@ -24,7 +24,8 @@ def _open(accelerator: str | None, opening: Opening) -> Engine:
     from forkd.engines.firecracker.engine import FirecrackerEngine
     from forkd.host.user_ids import DEFAULT_USERS
 
-    return FirecrackerEngine(outlive=opening.outlive, users=opening.users or DEFAULT_USERS)
+    users = opening.users or DEFAULT_USERS
+    return FirecrackerEngine(outlive=opening.outlive, cell=opening.cell, users=users)
 
 
 ENTRY = Entry("firecracker", ("kvm", "firecracker", "jailer"), judge, _open)

@@ -8,12 +8,14 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from forkd.engines.base import (
     MEMORY_FILE,
     STATE_FILE,
     BootSpec,
+    CellWish,
     Frozen,
     Machine,
     Nic,
@@ -40,7 +42,7 @@ from forkd.engines.firecracker.plan import (
 from forkd.engines.firecracker.vmlinux import extract_elf
 from forkd.engines.fork_thread import finished_or_killed
 from forkd.engines.machine import CONSOLE, found_process, grouped, made_directory
-from forkd.errors import NotForkable, Unsupported
+from forkd.errors import HostLacks, NotForkable, Unsupported
 from forkd.host.cell_plan import find_cell_lack
 from forkd.host.cgroup import find_group
 from forkd.host.files import dig_holes
@@ -53,7 +55,7 @@ from forkd.host.procfork.trial import find_lack
 from forkd.host.system import read_cpuinfo
 from forkd.host.tap import has_tun
 from forkd.host.threads import in_thread
-from forkd.host.user_ids import DEFAULT_USERS, hold_lineage, user_ids
+from forkd.host.user_ids import DEFAULT_USERS, held_users, hold_lineage, user_ids
 from forkd.model.machine import NO_LIMITS, Limits
 
 _log = logging.getLogger(__name__)
@@ -78,11 +80,18 @@ class FirecrackerEngine:
     opens_taps = True
     streams_go_on = False
 
-    def __init__(self, *, outlive: bool = False, users: UserRange = DEFAULT_USERS, live_forks: bool = True) -> None:
-        """`outlive`: forks go on when we end; parents never do. `users`: whom forks run as. Raises HostLacks.
+    def __init__(
+        self,
+        *,
+        outlive: bool = False,
+        cell: CellWish | None = None,
+        users: UserRange = DEFAULT_USERS,
+        live_forks: bool = True,
+    ) -> None:
+        """`outlive`: forks go on when we end; parents never do. `users`: whom VMs run as, for root. Raises HostLacks.
 
-        `live_forks`: where they can be, its VMs are such that they can be forked while they run: in a cell of forkd's
-        instead of the jailer's jail.
+        `cell`: whether a VM must have one, or a jail; root's always do. `live_forks`: where they can be, its VMs are
+        such that they can be forked while they run: in a cell of forkd's instead of the jailer's jail.
         """
         self._binaries = find_binaries()
         self._outlive = outlive
@@ -95,7 +104,8 @@ class FirecrackerEngine:
         self._network = self._jails is not None and has_tun() and can_override_taps(self._binaries.version)
         self._platform = render_platform(self._binaries, read_cpuinfo(), os.uname().release, network=self._network)
         self.isolation = "firecracker-jailed" if self._jails else "firecracker-no-jail"
-        if self._jails is None:
+        self._refuses = self._jails is None and cell == "required"
+        if self._jails is None and not self._refuses:
             _log.warning("Firecracker runs without a jail, as only root can make one: KVM and seccomp still hold")
 
     async def boot(self, spec: BootSpec, directory: Path, memory_in: Path, nic: Nic | None = None) -> Machine:
@@ -265,15 +275,21 @@ class FirecrackerEngine:
             api = Api(slot.root / API_SOCKET)
             group, phases = find_group(directory), Phases(time.monotonic())
             machine = FirecrackerMachine(slot, process, phases, api, group=group)
-            machine.keep_users(self._users, hold_lineage(self._users, process.pid))
             try:
                 await machine.take_up()
             except BaseException:
                 await machine.release()
                 raise
+            # Not earlier: until then its process is known by its keeper, which is root.
+            machine.keep_users(self._users, hold_lineage(self._users, machine.pid))
             return machine
 
     def _slot(self, directory: Path, nic: Nic | None) -> Slot:
+        if self._refuses:
+            raise HostLacks(
+                "Neither a cell nor a jail can be made for a Firecracker: only root can",
+                hint="Run forkd as root, use the engine qemu, or set cell to best-effort",
+            )
         if nic is not None and not self._network:
             raise _no_network()
         return Slot(directory, self._jails, None if nic is None else Place(nic.namespace, nic.tap_name))
@@ -285,9 +301,14 @@ class FirecrackerEngine:
         self, slot: Slot, given: Mapping[str, Given], limits: Limits, max_file_bytes: int, *, parent: bool
     ) -> FirecrackerMachine:
         phases, directory = Phases(time.monotonic()), slot.directory
-        slot.furnish(given)
         files = [thing.path for thing in given.values()]
-        with grouped(directory, limits, files, always=slot.jailed) as group:
+        with (
+            held_users(self._users, (), claim=slot.jailed) as lineage,
+            grouped(directory, limits, files, always=slot.jailed) as group,
+        ):
+            if lineage:
+                slot = replace(slot, user=lineage[-1])
+            slot.furnish(given)
             process = spawn(
                 slot.render_command(self._binaries, max_file_bytes),
                 output=directory / CONSOLE,
@@ -298,7 +319,9 @@ class FirecrackerEngine:
                 group=group,
             )
         api = Api(slot.root / API_SOCKET)
-        return FirecrackerMachine(slot, process, phases, api, group=group, parent=parent)
+        machine = FirecrackerMachine(slot, process, phases, api, group=group, parent=parent)
+        machine.keep_users(self._users, lineage)
+        return machine
 
 
 def _write_readable(path: Path, data: bytes) -> None:

@@ -36,9 +36,6 @@ SAVES = "/saves"
 _CELL = "cell"
 _ARGUMENTS = ("--api-sock", API_SOCKET, "--log-path", VMM_LOG, "--level", "Warn")
 
-# Above what people and services have.
-_UID_BASE = 0x40000000
-
 # Who runs this stands in front of the jail's namespaces and waits; when it dies, so does the first process in them,
 # and with that one (the kernel sees to it) all others.
 _UNSHARE = ("unshare", "--mount", "--ipc", "--uts", "--pid", "--fork", "--kill-child")
@@ -73,13 +70,14 @@ class Slot:
     """`jails` is what the jailer calls the directory of its jails: after the program in them. None: no jail.
 
     `network`: what it enters, instead of a network namespace of its own. `inside`: in a cell that has a directory for
-    what it makes.
+    what it makes. `user`: whom a jailed one is to run as; only who starts it knows.
     """
 
     directory: Path
     jails: str | None
     network: Place | None = None
     inside: bool = False
+    user: int | None = None
 
     @property
     def jailed(self) -> bool:
@@ -104,11 +102,6 @@ class Slot:
         return cls(directory, next(jails, None), inside=(directory / _CELL).is_dir())
 
     @property
-    def owner(self) -> int:
-        """The user and group that a jailed one runs as: another in every directory that there is."""
-        return _UID_BASE + self.directory.stat().st_ino % _UID_BASE
-
-    @property
     def tap(self) -> str:
         return self.own_tap if self.network is None else self.network.tap
 
@@ -123,7 +116,7 @@ class Slot:
         log = self.root / VMM_LOG
         log.touch()
         if self.jailed:
-            os.chown(log, self.owner, self.owner)
+            self._give(log)
             (self.directory / _FSTAB).write_text(self._render_fstab(given))
         for name, thing in given.items():
             place = self.root / name
@@ -136,7 +129,11 @@ class Slot:
             else:
                 place.touch()
             if self.jailed and thing.writable:
-                os.chown(thing.path, self.owner, self.owner)
+                self._give(thing.path)
+
+    def _give(self, path: Path) -> None:
+        assert self.user is not None
+        os.chown(path, self.user, self.user)
 
     def _render_fstab(self, given: Mapping[str, Given]) -> str:
         # The root over itself first: the devices in it are of no use where its file system allows none, as /run.
@@ -149,10 +146,10 @@ class Slot:
         """`max_file_bytes` is the jailer's to set, after it has copied Firecracker; without a jail the caller does."""
         if not self.jailed:
             return [str(binaries.firecracker), *render_arguments(self.directory)]
-        assert binaries.jailer is not None
+        assert binaries.jailer is not None and self.user is not None
         jailer = [
             *(str(binaries.jailer), "--id", self.directory.name, "--exec-file", str(binaries.firecracker)),
-            *("--uid", str(self.owner), "--gid", str(self.owner), "--chroot-base-dir", str(self.directory)),
+            *("--uid", str(self.user), "--gid", str(self.user), "--chroot-base-dir", str(self.directory)),
             *("--resource-limit", f"fsize={max_file_bytes}"),
         ]
         inside = ["/bin/sh", "-c", _INSIDE, "forkd-jail", str(self.directory / _FSTAB)]

@@ -98,7 +98,9 @@ class FirecrackerMachine(ProcessMachine):
         await self.reach_api()
         self.phases.mark("process start", time.monotonic())
         if tap is not None:
-            await in_thread(lambda: make_tap(tap, self.pid, self._slot.owner))
+            user = self._slot.user
+            assert user is not None  # where there is no jail there is no tap
+            await in_thread(lambda: make_tap(tap, self.pid, user))
         for call in calls:
             await self.ask(call)
         if runs:
