@@ -50,7 +50,8 @@ def test_what_a_process_lacks_of_a_cell_is_shown(client: Client, spawn: Callable
     cell = client.get(f"{spawn()}?cell=true").body["cell"]
     assert "seccomp allow-list" in cell["lacks"] and cell["user"] == os.geteuid()
     assert render_cell(cell).startswith("lacks ") and f"user {os.geteuid()}" in render_cell(cell)
-    assert render_cell({**cell, "lacks": []}).startswith("whole; ")
+    whole = render_cell({**cell, "lacks": [], "namespaces": ["user", "mnt", "ipc", "uts", "net"]})
+    assert whole.startswith("whole; ") and "own user mnt ipc uts net, shared pid," in whole
     assert all("cell" not in info for info in client.get("/v1/sandboxes").body)
 
 

@@ -12,6 +12,7 @@ from forkd.cli.connect import connect
 from forkd.cli.network import render_line, render_ports
 from forkd.cli.output import print_facts, print_json, print_lines, render_age, render_size, show
 from forkd.cli.sandboxes import add_sandbox, print_sandboxes, render_deadline, resolve, resolve_all
+from forkd.host.cell import NAMESPACES
 from forkd.wire.api import CellInfo, SandboxInfo
 
 _NO_DEADLINE = "none"
@@ -63,7 +64,9 @@ def render_facts(info: SandboxInfo, now: float) -> dict[str, Any]:
 def render_cell(cell: CellInfo) -> str:
     """In a line: whether it is whole, and as whom it runs. The rest is in --json."""
     whole = f"lacks {', '.join(cell['lacks'])}" if cell["lacks"] else "whole"
-    return f"{whole}; user {cell['user']}, own {' '.join(cell['namespaces']) or 'nothing'}, {cell['filters']} filters"
+    own = " ".join(cell["namespaces"]) or "nothing"
+    shared = " ".join(name for name in NAMESPACES if name not in cell["namespaces"]) or "nothing"
+    return f"{whole}; user {cell['user']}, own {own}, shared {shared}, {cell['filters']} filters"
 
 
 def _render_distance(at_unix: float, now: float) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_NAMESPACES = ("user", "mnt", "ipc", "uts", "net", "pid")
+NAMESPACES = ("user", "mnt", "ipc", "uts", "net", "pid")
 # Without one of its own it sees no other process: there is no /proc in its root. See docs/explanation/cells.md.
 _WANTED = ("mnt", "ipc", "uts", "net")
 _CAPABILITY_SETS = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
@@ -38,7 +38,7 @@ def read_cell(pid: int, *, cgroup: str | None, filters: int) -> Cell | None:
     """
     try:
         status = parse_status(Path(f"/proc/{pid}/status").read_text(errors="replace"))
-        namespaces = tuple(name for name in _NAMESPACES if _has_own(pid, name))
+        namespaces = tuple(name for name in NAMESPACES if _has_own(pid, name))
         memory = _read_memory_file(pid)
     except (FileNotFoundError, ProcessLookupError):
         return None
