@@ -114,13 +114,24 @@ def test_who_joins_and_leaves_a_group_changes_its_rules_once() -> None:
     groups = Groups()
     assert groups.put("10.0.0.1", "team", ("one",)) == rules.render_join("10.0.0.1", 1)
     assert groups.put("10.0.0.1", "team", ("uno",)) is None
-    assert groups.members("team") == {"uno": "10.0.0.1"}
+    assert (groups.find("team", "uno"), groups.find("team", "one")) == ("10.0.0.1", None)
     assert groups.put("10.0.0.2", "rest", ()) == rules.render_join("10.0.0.2", 2)
     moved = groups.put("10.0.0.1", "rest", ("one",))
     assert moved == rules.render_leave("10.0.0.1", 1) + "\n" + rules.render_join("10.0.0.1", 2)
-    assert groups.members("team") == {} and groups.members(None) == {}
+    assert groups.find("team", "uno") is groups.find(None, "one") is None
     assert groups.leave("10.0.0.1") == rules.render_leave("10.0.0.1", 2)
     assert groups.leave("10.0.0.1") is None
+
+
+@pytest.mark.parametrize("ends", ["10.0.0.1", "10.0.0.2"])
+def test_of_two_with_the_same_name_the_last_is_found_and_when_it_ends_the_other(ends: str) -> None:
+    """A rewind gives the names of a sandbox to its next VM, and one that fails takes that away again."""
+    groups = Groups()
+    for address in ("10.0.0.1", "10.0.0.2"):
+        groups.put(address, "team", ("db", "db"))
+    assert groups.find("team", "db") == "10.0.0.2"
+    groups.leave(ends)
+    assert groups.find("team", "db") == ({"10.0.0.1", "10.0.0.2"} - {ends}).pop()
 
 
 def test_refusals_are_counted_and_bounded() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import ipaddress
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import dns.exception
@@ -101,10 +101,10 @@ def render_empty(question: Question, code: dns.rcode.Rcode = dns.rcode.NOERROR) 
     return response
 
 
-def render_group(question: Question, members: Mapping[str, str]) -> Message:
-    """`members`: names in the group and their addresses."""
+def render_group(question: Question, find_member: Callable[[str], str | None]) -> Message:
+    """`find_member`: the address of a name in the group."""
     assert question.name is not None
-    address = members.get(question.name.removesuffix("." + GROUP_DOMAIN))
+    address = find_member(question.name.removesuffix("." + GROUP_DOMAIN))
     if address is None:
         return render_empty(question, dns.rcode.NXDOMAIN)
     response = render_empty(question)

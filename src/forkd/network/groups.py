@@ -13,19 +13,25 @@ from forkd.network import rules
 class Groups:
     _numbers: dict[str, int] = field(default_factory=dict)
     _group_of: dict[str, str] = field(default_factory=dict)  # by address
-    _names: dict[str, dict[str, str]] = field(default_factory=dict)  # of a group: a name, its address
+    # Of a group: a name, and who has it, the last one found first: while a sandbox is rewound two VMs have it.
+    _names: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     _next: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
-    def members(self, group: str | None) -> dict[str, str]:
-        return self._names.get(group, {}) if group is not None else {}
+    def find(self, group: str | None, name: str) -> str | None:
+        """The address of a member."""
+        holders = self._names.get(group, {}).get(name) if group is not None else None
+        return holders[-1] if holders else None
 
     def put(self, address: str, group: str | None, names: tuple[str, ...]) -> str | None:
         """Into a group, or none, under these names; the rules for it. None: they stay as they are."""
         before = self._group_of.get(address)
-        self._forget_names(address)
+        if before is not None:
+            self._forget_names(before, address)
         if group is not None:
             known = self._names.setdefault(group, {})
-            known |= {name: address for name in names if is_name(f"{name}.{GROUP_DOMAIN}")}
+            for name in dict.fromkeys(names):
+                if is_name(f"{name}.{GROUP_DOMAIN}"):
+                    known.setdefault(name, []).append(address)
         if before == group:
             return None
         texts = [rules.render_leave(address, self._numbers[before])] if before is not None else []
@@ -41,10 +47,12 @@ class Groups:
     def leave(self, address: str) -> str | None:
         return self.put(address, None, ())
 
-    def _forget_names(self, address: str) -> None:
-        for names in self._names.values():
-            for name in [name for name, known in names.items() if known == address]:
-                del names[name]
+    def _forget_names(self, group: str, address: str) -> None:
+        known = self._names.get(group, {})
+        for name in [name for name, holders in known.items() if address in holders]:
+            known[name].remove(address)
+            if not known[name]:
+                del known[name]
 
     def _forget_empty(self) -> None:
         used = set(self._group_of.values())

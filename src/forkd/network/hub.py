@@ -76,8 +76,8 @@ class Hub:
     async def in_namespaces(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    def members(self, group: str | None) -> dict[str, str]:
-        return self._groups.members(group)
+    def find_member(self, group: str | None, name: str) -> str | None:
+        return self._groups.find(group, name)
 
     def is_ours(self, address: str) -> bool:
         return address in self._host_addresses or ipaddress.IPv4Address(address) in self.layout.block

@@ -43,7 +43,7 @@ class Asker(Protocol):
         """Put addresses into the rules' set; they are in force when it returns. Raises OSError."""
 
     def refuse(self, reason: str, asked: str | None, protocol: str, address: str | None = None) -> None: ...
-    def members(self) -> dict[str, str]: ...
+    def find_member(self, name: str) -> str | None: ...
     def is_ours(self, address: str) -> bool: ...
 
 
@@ -129,7 +129,7 @@ class NameServer:
             return None
         verdict = answers.judge(self.asker.network, question)
         if verdict is Verdict.GROUP:
-            return answers.render_group(question, self.asker.members())
+            return answers.render_group(question, self.asker.find_member)
         if verdict is Verdict.EMPTY:
             return answers.render_empty(question)
         if verdict is Verdict.REFUSE:

@@ -33,7 +33,7 @@ class Surroundings(Protocol):
     async def in_namespaces(self, work: Callable[[], T]) -> T:
         """In the thread that owns the namespaces."""
 
-    def members(self, group: str | None) -> dict[str, str]: ...
+    def find_member(self, group: str | None, name: str) -> str | None: ...
     def is_ours(self, address: str) -> bool: ...
     def tell(self, refused: list[Refused]) -> None: ...
 
@@ -101,8 +101,8 @@ class Sandbox:
         if self._refusals.add(Refused(self.name, reason, asked, address, port, protocol)):
             asyncio.get_running_loop().call_later(_TELL_EVERY_S, lambda: self._hub.tell(self._refusals.take()))
 
-    def members(self) -> dict[str, str]:
-        return self._hub.members(self.network.group)
+    def find_member(self, name: str) -> str | None:
+        return self._hub.find_member(self.network.group, name)
 
     def is_ours(self, address: str) -> bool:
         return self._hub.is_ours(address)
