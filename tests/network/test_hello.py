@@ -1,12 +1,15 @@
 """Names in the first message of TLS: real ones, and bytes of an enemy."""
 
 import ssl
+import sys
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkd.network.hello import MAX_BYTES, NotTls, parse_server_name
+from forkd.network.hello import MAX_BYTES, Hello, NotTls, parse_server_name
 
 
 def make_hello(name: str | None) -> bytes:
@@ -40,6 +43,38 @@ def test_it_is_found_in_pieces_too(size: int) -> None:
 def test_until_it_is_whole_more_is_wanted() -> None:
     for end in range(len(HELLO)):
         assert parse_server_name(HELLO[:end]) is None
+
+
+@pytest.mark.parametrize("size", [1, 3, 50, 1000])
+@pytest.mark.parametrize("piece", [1, 7, 64])
+def test_it_is_found_as_soon_as_it_is_whole_in_any_pieces(size: int, piece: int) -> None:
+    sent, said = in_records(HELLO, size), Hello()
+    *before, last = [said.feed(sent[at : at + piece]) for at in range(0, len(sent), piece)]
+    assert (before, last) == ([None] * len(before), "allowed.test") and said.data == sent
+
+
+def count_lines(sent: bytes) -> int:
+    """Lines of Python that run while it comes byte by byte."""
+    lines = 0
+
+    def trace(_frame: FrameType, event: str, _arg: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    said, before = Hello(), sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for at in range(len(sent)):
+            said.feed(sent[at : at + 1])
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def test_twice_as_much_in_small_pieces_is_twice_the_work() -> None:
+    endless = in_records(b"\x16\x03\x01\0\0" + b"\x01\x00\x3f\xff" + bytes(MAX_BYTES), 1)
+    assert count_lines(endless[:8000]) < 2.2 * count_lines(endless[:4000])
 
 
 def test_without_a_name_it_is_refused() -> None:

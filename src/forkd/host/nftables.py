@@ -59,10 +59,11 @@ def run_json(text: str) -> list[dict[str, Any]]:
 
 
 def move_away(descriptor: int) -> int:
-    """Another number for a descriptor that lasts, so that the library finds one that it can use."""
-    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FD_SETSIZE)
-    os.close(descriptor)
-    return moved
+    """Another number for a descriptor that lasts, so that the library finds one that it can use. Takes it over."""
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FD_SETSIZE)
+    finally:
+        os.close(descriptor)
 
 
 def _run(text: str, flags: int) -> str:

@@ -6,28 +6,23 @@ It reads the client's first message, and carries both directions on without decr
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import socket
-import struct
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from forkd.model.network import Network
 from forkd.network import hello
+from forkd.network.listener import Listener, Room, Spawn, reset
 from forkd.network.named import NamedAddresses
 from forkd.network.rules import TLS_PORT, ports_of
-from forkd.network.slot import moved
 
 # Of one sandbox at one time.
 MAX_CONNECTIONS = 1024
 _HELLO_DEADLINE_S = 10.0
 _CONNECT_DEADLINE_S = 15.0
-_PER_WAKE = 16
 _PIECE_BYTES = 1 << 17
 _SO_ORIGINAL_DST = 80
-_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class Passenger(Protocol):
@@ -52,21 +47,19 @@ class _Passing:
     task: asyncio.Task[None] | None
 
 
-@dataclass
 class Gate:
     """Of one sandbox. `spawn` runs work that ends with the sandbox."""
 
-    passenger: Passenger
-    listener: socket.socket
-    spawn: Callable[[Awaitable[None]], None]
-    _open: int = 0
-    _passing: set[_Passing] = field(default_factory=set)
+    def __init__(self, passenger: Passenger, sock: socket.socket, room: Room, spawn: Spawn) -> None:
+        self.passenger = passenger
+        self._listener = Listener(sock, MAX_CONNECTIONS, room, self._serve, spawn)
+        self._passing: set[_Passing] = set()
 
     def start(self) -> None:
-        asyncio.get_running_loop().add_reader(self.listener, self._connections)
+        self._listener.start()
 
     def stop(self) -> None:
-        asyncio.get_running_loop().remove_reader(self.listener)
+        self._listener.stop()
 
     def cut(self) -> None:
         """End connections that the rules no longer allow."""
@@ -75,18 +68,6 @@ class Gate:
             if not allowed and each.task is not None:
                 each.task.cancel()
 
-    def _connections(self) -> None:
-        for _ in range(_PER_WAKE):
-            try:
-                connection, _ = self.listener.accept()
-            except OSError:
-                return
-            if self._open >= MAX_CONNECTIONS:
-                _reset(connection)
-                continue
-            self._open += 1
-            self.spawn(self._serve(moved(connection)))
-
     async def _serve(self, inner: socket.socket) -> None:
         try:
             address = _destination(inner)
@@ -94,28 +75,26 @@ class Gate:
             if begun is not None and await self._pass(inner, address, *begun):
                 inner.close()
         finally:
-            self._open -= 1
-            _reset(inner)
+            reset(inner)
 
     async def _let_in(self, inner: socket.socket, address: str) -> tuple[str, bytes] | None:
         """The name and the bytes read with it; None: it was refused."""
         name: str | None = None
-        data = b""
+        said = hello.Hello()
         try:
             async with asyncio.timeout(_HELLO_DEADLINE_S):
                 while name is None:
-                    piece = await asyncio.get_running_loop().sock_recv(inner, hello.MAX_BYTES - len(data))
+                    piece = await asyncio.get_running_loop().sock_recv(inner, hello.MAX_BYTES - len(said.data))
                     if not piece:
                         raise hello.NotTls
-                    data += piece
-                    name = hello.parse_server_name(data)
+                    name = said.feed(piece)
         except (OSError, hello.NotTls):  # TimeoutError is an OSError
             self.passenger.refuse("sni", self.passenger.named.find_name(address), "tls", address)
             return None
         if not may_pass(self.passenger.network, self.passenger.named, name, address):
             self.passenger.refuse("sni", name, "tls", address)
             return None
-        return name, data
+        return name, bytes(said.data)
 
     async def _pass(self, inner: socket.socket, address: str, name: str, data: bytes) -> bool:
         """True: both sides have ended it."""
@@ -140,7 +119,7 @@ class Gate:
             return True
         finally:
             self._passing.discard(passing)
-            _reset(outer)
+            reset(outer)
 
 
 def may_pass(network: Network, named: NamedAddresses, name: str, address: str) -> bool:
@@ -164,10 +143,3 @@ def _destination(connection: socket.socket) -> str:
     except OSError:
         return "0.0.0.0"
     return str(ipaddress.IPv4Address(raw[4:8]))
-
-
-def _reset(connection: socket.socket) -> None:
-    """Unless it is closed."""
-    with contextlib.suppress(OSError):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
-    connection.close()

@@ -35,13 +35,66 @@ class _Reader:
         return self._at < len(self._data)
 
 
-def parse_server_name(data: bytes) -> str | None:
-    """As `normal_name` returns it; None: more bytes are needed. Raises NotTls."""
-    message = _handshake(data)
-    if message is None:
-        if len(data) >= MAX_BYTES:
+class Hello:
+    """The first message as it comes: a guest may send it byte by byte, and each is looked at once."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()  # all that came
+        self._at = 0  # what was looked at
+        self._left = 0  # of the record that we are in
+        self._message = bytearray()  # put together from records
+
+    def feed(self, piece: bytes) -> str | None:
+        """The name, as `normal_name` returns it; None: more bytes are needed. Raises NotTls."""
+        self.data += piece
+        length = self._find_end()
+        if length is not None:
+            return _find_name(bytes(self._message[_MESSAGE_HEADER:length]))
+        if len(self.data) >= MAX_BYTES:
             raise NotTls
         return None
+
+    def _find_end(self) -> int | None:
+        """Of the message, once it is whole."""
+        while True:
+            if self._left:
+                part = self.data[self._at : self._at + self._left]
+                self._message += part
+                self._at += len(part)
+                self._left -= len(part)
+                length = self._length()
+                if length is not None and len(self._message) >= length:
+                    return length
+                if self._left:
+                    return None
+            header = bytes(self.data[self._at : self._at + _RECORD_HEADER])
+            if header[:1] not in (b"", bytes([_HANDSHAKE])) or header[1:2] not in (b"", b"\x03"):
+                raise NotTls
+            if len(header) < _RECORD_HEADER:
+                return None
+            self._left = int.from_bytes(header[3:])
+            if not 0 < self._left <= MAX_BYTES:
+                raise NotTls
+            self._at += _RECORD_HEADER
+
+    def _length(self) -> int | None:
+        """What the message says, with its header."""
+        if self._message and self._message[0] != _CLIENT_HELLO:
+            raise NotTls
+        if len(self._message) < _MESSAGE_HEADER:
+            return None
+        length = int.from_bytes(self._message[1:_MESSAGE_HEADER])
+        if length > MAX_BYTES:
+            raise NotTls
+        return _MESSAGE_HEADER + length
+
+
+def parse_server_name(data: bytes) -> str | None:
+    """As `feed`, of all that came."""
+    return Hello().feed(data)
+
+
+def _find_name(message: bytes) -> str:
     hello = _Reader(message)
     hello.take(2 + 32)  # version, random
     hello.vector(1)  # session
@@ -55,31 +108,6 @@ def parse_server_name(data: bytes) -> str | None:
     if len(names) != 1:
         raise NotTls
     return names[0]
-
-
-def _handshake(data: bytes) -> bytes | None:
-    """The first message, put together from records."""
-    at, message = 0, b""
-    while True:
-        if data[at : at + 1] not in (b"", bytes([_HANDSHAKE])) or data[at + 1 : at + 2] not in (b"", b"\x03"):
-            raise NotTls
-        if len(data) < at + _RECORD_HEADER:
-            return None
-        size = int.from_bytes(data[at + 3 : at + 5])
-        if not 0 < size <= MAX_BYTES:
-            raise NotTls
-        message += data[at + _RECORD_HEADER : at + _RECORD_HEADER + size]
-        if message and message[0] != _CLIENT_HELLO:
-            raise NotTls
-        if len(message) >= _MESSAGE_HEADER:
-            length = int.from_bytes(message[1:_MESSAGE_HEADER])
-            if length > MAX_BYTES:
-                raise NotTls
-            if len(message) >= _MESSAGE_HEADER + length:
-                return message[_MESSAGE_HEADER : _MESSAGE_HEADER + length]
-        at += _RECORD_HEADER + size
-        if at > len(data):
-            return None
 
 
 def _server_name(body: bytes) -> str:

@@ -15,6 +15,7 @@ import ipaddress
 import json
 import logging
 import os
+import resource
 import socket
 import sys
 import time
@@ -35,6 +36,7 @@ from forkd.network.channel import Channel
 from forkd.network.groups import Groups
 from forkd.network.layout import UPLINK_NAME, UPLINK_PREFIX, Layout
 from forkd.network.lease import Refused
+from forkd.network.listener import Room
 from forkd.network.pasta import Pasta, has_way_out
 from forkd.network.pool import Pool
 from forkd.network.privileges import die_with, give_up_rights, raise_open_files
@@ -45,6 +47,7 @@ from forkd.network.slot import SlotMaker, TapKind
 T = TypeVar("T")
 
 _MAX_NAMES = 8
+_MAX_ROOM = 8192
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +55,7 @@ _log = logging.getLogger(__name__)
 class Hub:
     def __init__(self, layout: Layout, resolver: Resolver, uplink: str) -> None:
         self.layout, self.resolver, self._uplink = layout, resolver, uplink
+        self.room = Room(choose_room(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
         # One thread for all namespaces: they change one after the other.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="namespaces")
         self._sandboxes: dict[str, Sandbox] = {}
@@ -284,6 +288,11 @@ _SWITCHES = {
     "conf/default/rp_filter": "1",
     "conf/all/send_redirects": "0",
 }
+
+
+def choose_room(open_files: int) -> int:
+    """Connections that all guests together may have to us: each through the gate is two. Half is for all else. Pure."""
+    return min(open_files // 4, _MAX_ROOM)
 
 
 def _parse_who(message: dict[str, Any]) -> tuple[str, Any, tuple[str, ...]]:

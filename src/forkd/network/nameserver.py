@@ -7,8 +7,6 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import dns.rcode
@@ -16,10 +14,10 @@ import dns.rcode
 from forkd.model.network import Mode, Network
 from forkd.network import answers
 from forkd.network.answers import Message, Question, Verdict
+from forkd.network.listener import Listener, Room, Spawn
 from forkd.network.named import NamedAddresses, SetFull
 from forkd.network.resolver import NoAnswer, Resolver
 from forkd.network.rules import Named, ports_of
-from forkd.network.slot import moved
 
 # Of one sandbox at one time.
 MAX_ASKING = 32
@@ -47,27 +45,24 @@ class Asker(Protocol):
     def is_ours(self, address: str) -> bool: ...
 
 
-@dataclass
 class NameServer:
     """Of one sandbox. `spawn` runs work that ends with the sandbox."""
 
-    asker: Asker
-    resolver: Resolver
-    udp: socket.socket
-    tcp: socket.socket
-    spawn: Callable[[Awaitable[None]], None]
-    _asking: int = 0
-    _connected: int = 0
+    def __init__(
+        self, asker: Asker, resolver: Resolver, udp: socket.socket, tcp: socket.socket, room: Room, spawn: Spawn
+    ) -> None:
+        self.asker, self.resolver, self.udp, self.spawn = asker, resolver, udp, spawn
+        self._listener = Listener(tcp, MAX_TCP, room, self._serve, spawn)
+        self._share = resolver.make_share()
+        self._asking = 0
 
     def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self.udp, self._datagrams)
-        loop.add_reader(self.tcp, self._connections)
+        asyncio.get_running_loop().add_reader(self.udp, self._datagrams)
+        self._listener.start()
 
     def stop(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self.udp)
-        loop.remove_reader(self.tcp)
+        asyncio.get_running_loop().remove_reader(self.udp)
+        self._listener.stop()
 
     def _datagrams(self) -> None:
         for _ in range(_PER_WAKE):
@@ -90,36 +85,22 @@ class NameServer:
         finally:
             self._asking -= 1
 
-    def _connections(self) -> None:
-        try:
-            connection, _ = self.tcp.accept()
-        except OSError:
-            return
-        if self._connected >= MAX_TCP:
-            connection.close()
-            return
-        self._connected += 1
-        self.spawn(self._serve(moved(connection)))
-
     async def _serve(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection)
         try:
-            reader, writer = await asyncio.open_connection(sock=connection)
-            try:
-                async with asyncio.timeout(_TCP_DEADLINE_S):
-                    while True:
-                        size = int.from_bytes(await reader.readexactly(2))
-                        response = await self._answer(await reader.readexactly(size))
-                        if response is None:
-                            return
-                        data = answers.render_wire(response, udp=False)
-                        writer.write(len(data).to_bytes(2) + data)
-                        await writer.drain()
-            except (OSError, asyncio.IncompleteReadError):  # TimeoutError is an OSError
-                pass
-            finally:
-                writer.close()
+            async with asyncio.timeout(_TCP_DEADLINE_S):
+                while True:
+                    size = int.from_bytes(await reader.readexactly(2))
+                    response = await self._answer(await reader.readexactly(size))
+                    if response is None:
+                        return
+                    data = answers.render_wire(response, udp=False)
+                    writer.write(len(data).to_bytes(2) + data)
+                    await writer.drain()
+        except (OSError, asyncio.IncompleteReadError):  # TimeoutError is an OSError
+            pass
         finally:
-            self._connected -= 1
+            writer.close()
 
     async def _answer(self, data: bytes) -> Message | None:
         """None: not worth an answer."""
@@ -144,7 +125,7 @@ class NameServer:
             return answers.render_empty(question, dns.rcode.SERVFAIL)
 
     async def _forward(self, question: Question) -> Message:
-        answer = await self.resolver.ask(question)
+        answer = await self.resolver.ask(question, self._share)
         async with self.asker.changing:
             # Rules may have changed meanwhile.
             network = self.asker.network

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from forkd.network.answers import MAX_ANSWER_BYTES, Message, Question, parse_ans
 
 TRY_DEADLINE_S = 2.0
 ASK_DEADLINE_S = 5.0
-MAX_ASKING = 256
+# Of all sandboxes at one time, and of one: what it asks beyond that waits for its own turn, not for that of others.
+MAX_ASKING, MAX_SHARE = 256, 8
+_TELL_EVERY_S = 60.0
 _PORT = 53
 
 _log = logging.getLogger(__name__)
@@ -30,16 +33,21 @@ class Resolver:
     def __init__(self, servers: Sequence[str], port: int = _PORT) -> None:
         self._servers, self._port = tuple(servers), port
         self._turn = asyncio.Semaphore(MAX_ASKING)
-        self._down = False
+        self._down = False  # as the log has it
+        self._quiet_until = 0.0
 
-    async def ask(self, question: Question) -> Message:
+    def make_share(self) -> asyncio.Semaphore:
+        """For one sandbox."""
+        return asyncio.Semaphore(MAX_SHARE)
+
+    async def ask(self, question: Question, share: asyncio.Semaphore) -> Message:
         """Raises NoAnswer."""
         try:
-            async with asyncio.timeout(ASK_DEADLINE_S), self._turn:
+            async with asyncio.timeout(ASK_DEADLINE_S), share, self._turn:
                 answer = await self._ask_each(question)
         except TimeoutError:
             answer = None
-        self._tell(answer is None)
+        self._tell(answer is None, time.monotonic())
         if answer is None:
             raise NoAnswer
         return answer
@@ -81,9 +89,10 @@ class Resolver:
             raise ConnectionResetError
         return answer
 
-    def _tell(self, down: bool) -> None:
-        if down != self._down:
-            self._down = down
+    def _tell(self, down: bool, now: float) -> None:
+        """Seldom: a guest can ask for names whose servers answer or not, as it likes."""
+        if down != self._down and now >= self._quiet_until:
+            self._down, self._quiet_until = down, now + _TELL_EVERY_S
             servers = ", ".join(self._servers) or "none"
             _log.warning("DNS %s: resolvers %s", "does not answer" if down else "answers again", servers)
 

@@ -11,6 +11,7 @@ from forkd.model.network import GUEST_ADDRESS, Network
 from forkd.network import rules
 from forkd.network.gate import Gate
 from forkd.network.lease import Refused, Usage
+from forkd.network.listener import Room
 from forkd.network.named import NamedAddresses
 from forkd.network.nameserver import NameServer
 from forkd.network.refusals import Refusals, parse_packet
@@ -29,6 +30,7 @@ class Surroundings(Protocol):
 
     maker: SlotMaker
     resolver: Resolver
+    room: Room  # for connections to all gateways
 
     async def in_namespaces(self, work: Callable[[], T]) -> T:
         """In the thread that owns the namespaces."""
@@ -45,9 +47,9 @@ class Sandbox:
         # One at a time: what names stand for, and the rules that allow them.
         self.changing = asyncio.Lock()
         self._refusals = Refusals()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._names = NameServer(self, hub.resolver, slot.dns, slot.dns_tcp, self._spawn)
-        self._gate = Gate(self, slot.gate, self._spawn)
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._names = NameServer(self, hub.resolver, slot.dns, slot.dns_tcp, hub.room, self._spawn)
+        self._gate = Gate(self, slot.gate, hub.room, self._spawn)
 
     @property
     def network(self) -> Network:
@@ -114,7 +116,8 @@ class Sandbox:
                 asked = self.named.find_name(packet.address)
                 self.refuse(logged.prefix, asked, packet.protocol, packet.address, packet.port)
 
-    def _spawn(self, work: Awaitable[None]) -> None:
+    def _spawn(self, work: Awaitable[None]) -> asyncio.Future[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
