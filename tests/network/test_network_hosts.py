@@ -1,5 +1,6 @@
 """Hosts that lack something, and daemons that are not root."""
 
+import asyncio
 import ipaddress
 import os
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support_daemon import served
-from support_world import RESOLVER, THIRD, World, host_network, made_world, needs_world
+from support_world import RESOLVER, THIRD, Guest, World, host_network, made_world, needs_world
 
 from forkd.errors import HostLacks, NetworkFailed
 from forkd.host import netlink, network_probe, nftables
@@ -25,6 +26,15 @@ pytestmark = [needs_world, pytest.mark.usefixtures("nothing_left")]
 USER = 54321
 OPEN = parse_network("open")
 DROPPING = "table inet foreign {\nchain forward {\ntype filter hook forward priority 0; policy drop;\n}\n}"
+REJECTING = """table inet foreign {
+ chain forward {
+  type filter hook forward priority 10; policy accept;
+  ct state { established, related } accept
+  iifname "lo" accept
+  ct state invalid drop
+  log counter reject with icmpx admin-prohibited
+ }
+}"""
 
 
 @pytest.fixture
@@ -45,8 +55,9 @@ def test_doctor_tries_networks_and_leaves_nothing(world: World) -> None:
     assert nftables.run("list ruleset") == before
 
 
-async def test_a_firewall_that_drops_forwarded_packets_is_named(world: World, tmp_path: Path) -> None:
-    nftables.run(DROPPING)
+@pytest.mark.parametrize("firewall", [DROPPING, REJECTING])
+async def test_a_firewall_that_drops_forwarded_packets_is_named(world: World, tmp_path: Path, firewall: str) -> None:
+    nftables.run(firewall)
     options = NetworkOptions(uplink="veth", resolvers=(RESOLVER,))
     async with Networks.opened(tmp_path, options, lambda _: None) as networks:
         assert "table inet foreign" in (networks.why_none() or "")
@@ -54,6 +65,21 @@ async def test_a_firewall_that_drops_forwarded_packets_is_named(world: World, tm
             await networks.lease("a", OPEN)
         nftables.run("delete table inet foreign")
         os.close((await networks.lease("a", OPEN)).tap)
+
+
+@pytest.mark.parametrize("firewall", [DROPPING, REJECTING])
+async def test_a_firewall_that_accepts_what_is_ours_is_not_in_the_way(
+    world: World, tmp_path: Path, firewall: str
+) -> None:
+    nftables.run(firewall)
+    for direction in ("iifname", "oifname"):
+        assert network_probe.find_firewall() is not None
+        nftables.run(f'insert rule inet foreign forward {direction} "fkd*" counter accept')
+    async with Networks.opened(tmp_path, NetworkOptions("veth", resolvers=(RESOLVER,)), lambda _: None) as networks:
+        lease = await networks.lease("a", OPEN)
+        with Guest(lease.tap) as guest:
+            assert await asyncio.to_thread(guest.fetch, THIRD) == 5
+        os.close(lease.tap)
 
 
 async def test_with_a_firewall_in_the_way_pasta_is_used(world: World, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import ipaddress
 import pytest
 
 from forkd.errors import HostLacks, NetworkFailed
-from forkd.host.network_probe import choose_kind
+from forkd.host.network_probe import choose_kind, find_drop
 from forkd.model.network import parse_network
 from forkd.network import rules
 from forkd.network.groups import Groups
@@ -173,3 +173,27 @@ def test_the_uplink_follows_from_what_the_host_has() -> None:
     ):
         with pytest.raises(HostLacks):
             choose_kind(wanted, root=root, in_the_way=in_the_way, pasta=pasta)  # type: ignore[arg-type]
+
+
+REJECT = {"reject": {"type": "icmpx", "expr": "admin-prohibited"}}
+COUNTED = {"counter": {"packets": 0, "bytes": 0}}
+FROM_LO = {"match": {"op": "==", "left": {"meta": {"key": "iifname"}}, "right": "lo"}}
+
+
+@pytest.mark.parametrize(
+    ("policy", "rules_of_it", "found"),
+    [
+        ("accept", [], None),
+        (None, [], None),
+        ("drop", [], "policy drop"),
+        ("accept", [[FROM_LO, {"accept": None}], [{"log": None}, COUNTED, REJECT]], "reject"),
+        ("accept", [[COUNTED, {"drop": None}]], "drop"),
+        ("accept", [[FROM_LO, {"drop": None}]], None),
+        ("accept", [[{"jump": {"target": "zones"}}]], None),
+    ],
+)
+def test_a_chain_that_drops_what_it_does_not_name_is_found(
+    policy: str | None, rules_of_it: list[list[dict[str, object]]], found: str | None
+) -> None:
+    why = find_drop(policy, rules_of_it)
+    assert why is None if found is None else found in (why or "")

@@ -7,6 +7,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from forkd.host.tap import TUN, open_tap
 from forkd.host.tools import find_program
 
 Kind = Literal["veth", "pasta"]
+Expressions = list[dict[str, Any]]  # of a rule
 # Of the links and tables of all daemons of forkd on this host, in the daemons' own network.
 PREFIX = "fkd"
 # There while forkd has turned forwarding on.
@@ -89,12 +91,35 @@ def find_kind(wanted: Literal["auto", "veth", "pasta"]) -> Kind:
 def find_firewall() -> str | None:
     """What drops forwarded packets in this network and is not ours, in words."""
     for chain in _chains():
-        if chain.get("hook") == "forward" and chain.get("policy") == "drop" and not _is_ours(chain["table"]):
-            return f"chain {chain['name']} of table {chain['family']} {chain['table']} has the policy drop"
+        if chain.get("hook") == "forward" and not _is_ours(chain["table"]):
+            where = f"{chain['family']} {chain['table']}"
+            listed = nftables.run_json(f"list chain {where} {chain['name']}")
+            why = find_drop(chain.get("policy"), [each["rule"]["expr"] for each in listed if "rule" in each])
+            if why is not None:
+                return f"chain {chain['name']} of table {where} {why}"
     with contextlib.suppress(OSError):
         if "filter" in _LEGACY.read_text().split():
             return "it has rules of the old iptables, which cannot be judged"
     return None
+
+
+def find_drop(policy: str | None, rules: Sequence[Expressions]) -> str | None:
+    """Whether a chain drops what no rule of it names, in words. Pure. `rules`: as nftables prints them."""
+    if _accepts(rules, "iifname") and _accepts(rules, "oifname"):
+        return None
+    if policy == "drop":
+        return "has the policy drop"
+    verdict = {key for each in rules[-1] for key in each} - {"counter", "log"} if rules else set()
+    if verdict in ({"drop"}, {"reject"}):
+        return f"ends with a rule that says {verdict.pop()} to all"
+    return None
+
+
+def _accepts(rules: Sequence[Expressions], interface: str) -> bool:
+    """Whether all of ours passes, in this direction."""
+    ours = {"op": "==", "left": {"meta": {"key": interface}}, "right": f"{PREFIX}*"}
+    bare = ([part for part in rule if "counter" not in part] for rule in rules)
+    return [{"match": ours}, {"accept": None}] in list(bare)
 
 
 def _chains() -> list[dict[str, Any]]:
