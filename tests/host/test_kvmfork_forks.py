@@ -214,6 +214,48 @@ def test_a_vcpu_whose_exit_may_not_be_answered_is_refused_until_it_is(source: Vm
         child.counts_on()
 
 
+# 1: in al, dx; mov [bx+4], al; inc dword [bx]; jmp 1b
+_ASK = """
+vcpu, regs = vmm.vcpus[0], bytearray(144)
+vmm.memory[0x1200:0x1209] = bytes.fromhex("ec 884704 66ff07 ebf7")
+fcntl.ioctl(vcpu.fd, GET_REGS, regs, True)
+struct.pack_into("<Q", regs, 128, 0x1200)
+fcntl.ioctl(vcpu.fd, SET_REGS, regs)
+"""
+
+
+def test_an_answer_that_its_vmm_has_given_is_taken_before_a_vcpu_is_forked(source: Vm) -> None:
+    source.tell(_ASK)
+    source.resume()
+    wait_until(lambda: source.peek()["exits"] == [2])
+    source.tell("vmm.vcpus[0].shared[struct.unpack_from('<Q', vmm.vcpus[0].shared, 40)[0]] = 0x5a")
+    assert "may wait for an answer from a port" in refused(source)
+    (count,) = source.counts()
+    with vm_forked(source, Holder(source.pid, plan_for(VmPlan(source.record, answers_all=True)))) as child:
+        for vm in (child, source):
+            vm.resume()
+            # It goes round once before it asks again; had it not taken the answer, it would ask at once.
+            wait_until(lambda vm=vm: not vm.eval("vmm.vcpus[0].may_run.is_set()"))
+            assert vm.counts() == [count + 1]
+            assert vm.eval("vmm.memory[COUNTERS + 4]") == 0x5A
+
+
+def test_time_that_a_vm_stood_still_is_not_seen_in_its_fork(source: Vm) -> None:
+    khz = source.eval("fcntl.ioctl(vmm.vcpus[0].fd, 0xAEA3, 0)")
+    hour = 3_600 * khz * 1000
+    source.tell(f"vmm.vcpus[0].set_msr({_TSC}, {2 * hour})")
+    begun = source.eval("vmm.times()[0]")
+    if not 2 * hour <= begun < 3 * hour:
+        pytest.skip("the KVM of this host gives VMs its own time")
+    plan = VmPlan(source.record)
+    looked, hour_ns = plan_for(plan), 3_600 * 10**9
+    holder = Holder(source.pid, type(looked)(**{**vars(looked), "look": lambda held: plan.look(held, hour_ns)}))
+    with vm_forked(source, holder) as child:
+        behind = source.eval("vmm.times()[0]") - child.eval("vmm.times()[0]")
+    # Up to what two clocks may differ, and what passed meanwhile.
+    assert hour * 0.999 < behind < hour * 1.001
+
+
 def test_a_vcpu_that_is_told_to_stop_is_told_so_in_the_fork(source: Vm) -> None:
     source.tell("vmm.vcpus[0].shared[1] = 1")
     with vm_forked(source) as child:

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import re
 import shutil
 import struct
@@ -22,7 +23,16 @@ from forkd.host.kvmfork.msrs import TSC, TSC_DEADLINE, MsrPlan, in_order, parse_
 from forkd.host.kvmfork.record import CAPABILITIES, MAX_IOCTLS, Ioctl, Record, parse_record
 from forkd.host.kvmfork.recorder import Begun, Notes, ThreadBegun
 from forkd.host.kvmfork.restore import render_restore
-from forkd.host.kvmfork.run_pages import RunPages, check_run_pages, find_run_pages, is_run_page
+from forkd.host.kvmfork.run_pages import (
+    RunPages,
+    can_be_finished,
+    check_kernel_pages,
+    check_run_pages,
+    find_kernel_pages,
+    find_run_pages,
+    find_unfinished,
+    is_run_page,
+)
 from forkd.host.kvmfork.state import State, VcpuState, in_step, render_gets
 from forkd.host.kvmfork.watch import SystemCall
 from forkd.host.procfork.program import Call
@@ -141,6 +151,7 @@ def test_a_record_that_is_written_is_read_as_it_was() -> None:
     WHOLE.check()
     assert parse_record(WHOLE.to_json()) == WHOLE
     assert parse_record(replace(WHOLE, clear_tid=0x7F0012345678).to_json()).clear_tid == 0x7F0012345678
+    assert parse_record(replace(WHOLE, kernel_pages=1).to_json()).kernel_pages == 1
 
 
 @pytest.mark.parametrize(
@@ -366,8 +377,6 @@ def test_a_run_page_with_nothing_under_way_is_fine_whatever_ended_the_last_run()
     ("page", "record", "message"),
     [
         (run_page(0, b"\1"), WHOLE, "told to stop"),
-        (run_page(8, struct.pack("<I", 2)), WHOLE, "answer from a port"),
-        (run_page(8, struct.pack("<I", 6)), WHOLE, "answer from a device"),
         (run_page(16, b"\1"), record_with(), "plays the guest's local APIC"),
         (run_page(288, b"\1"), WHOLE, "takes registers"),
         (run_page(8192, struct.pack("<II", 1, 2)), record_with(IRQCHIP, zone(0, 16)), "writes of the guest"),
@@ -378,7 +387,67 @@ def test_what_would_be_lost_with_a_run_page_is_refused(page: bytes, record: Reco
         check_run_pages(page, record)
 
 
+def port(size: int, count: int = 1) -> bytes:
+    return run_page(8, struct.pack("<I20xBBHI", 2, 1, size, 0x3F8, count))
+
+
+def device(address: int, size: int) -> bytes:
+    return run_page(8, struct.pack("<I20xQQI", 6, address, 0, size))
+
+
+def test_who_a_vcpu_waits_for_is_known_and_whether_one_answer_is_all() -> None:
+    assert find_unfinished(run_page()) is None and find_unfinished(run_page(8, struct.pack("<I", 10))) is None
+    assert find_unfinished(port(1)) == "a port" and find_unfinished(device(0xD0000000, 4)) == "a device"
+    assert can_be_finished(port(1)) and can_be_finished(port(4))
+    assert can_be_finished(device(0xD0000000, 4)) and can_be_finished(device(0xD0000001, 1))
+    for parts in (port(1, 8), device(0xD0000000, 8), device(0xD0000002, 4), device(0xD0000FFC, 4)):
+        assert not can_be_finished(parts)
+    assert not can_be_finished(run_page(8, struct.pack("<I", 29)))
+
+
+_KERNELS = "7f8bbb1b0000-7f8bbb1b1000 rw-s 00000000 00:01 2051                       /dev/zero (deleted)\n"
+
+
+def test_pages_that_kvm_maps_for_itself_are_found_and_others_of_that_name_are_refused() -> None:
+    assert find_kernel_pages(_MAPS) == () and find_kernel_pages(_MAPS + _KERNELS) == (0x7F8BBB1B0000,)
+    assert check_kernel_pages(_MAPS + _KERNELS, replace(WHOLE, kernel_pages=1)) == (0x7F8BBB1B0000,)
+    large = _KERNELS.replace("1b1000", "1b2000")
+    for maps, count in ((_MAPS + _KERNELS, 0), (_MAPS, 1), (_KERNELS + large, 1), (large, 0)):
+        with pytest.raises(NotForkable, match="shared memory"):
+            check_kernel_pages(maps, replace(WHOLE, kernel_pages=count))
+
+
+def test_what_kvm_maps_when_it_makes_a_vcpu_is_counted_and_nothing_else(tmp_path: Path) -> None:
+    pages = iter([1, 2, 2, 2])
+    notes = Notes(lambda: next(pages))
+    memory = os.open(tmp_path, os.O_RDONLY)
+    try:
+        for number, made in ((Request.CREATE_VM, 4), (Request.CREATE_VCPU, 7), (Request.CREATE_VCPU, 8)):
+            notes.see(SystemCall(True, 16, (4 if made > 4 else 3, number, max(0, made - 7))), memory)
+            notes.see(SystemCall(False, result=made), memory)
+    finally:
+        os.close(memory)
+    links = {3: "kvm", 4: "anon_inode:kvm-vm", 7: "anon_inode:kvm-vcpu:0", 8: "anon_inode:kvm-vcpu:1"}
+    assert notes.make_record(links).kernel_pages == 1
+
+
+def test_a_duplicate_gives_back_the_pages_of_its_sources_vm_before_it_makes_its_own() -> None:
+    state = State((), bytes(48))
+    calls = render_restore(replace(record_with(), vcpu_fds=()), state, 30, (), (0x7F8BBB1B0000,))
+    assert (calls[0].number, calls[0].args) == (11, (0x7F8BBB1B0000, 4096))
+
+
 # State
+
+
+def test_a_state_is_that_of_when_the_guest_stopped() -> None:
+    vcpu = VcpuState(*(8 * (b"",)), msrs=render_msrs([(TSC, 10**13), (0x174, 5)]))
+    state = State((vcpu,), struct.pack("<QQ", 10**12, 7))
+    assert state.before(0, 2_000_000) == state
+    before = state.before(10**11, 2_000_000)
+    # A ten-thousandth less than 100 s, at 2 GHz.
+    assert parse_msrs(before.vcpus[0].msrs) == [(TSC, 10**13 - 2 * (10**11 - 10**7)), (0x174, 5)]
+    assert struct.unpack("<QQ", before.clock) == (10**12 - (10**11 - 10**7), 7)
 
 
 def test_registers_are_read_and_set_in_an_order_in_which_they_mean_what_they_meant() -> None:

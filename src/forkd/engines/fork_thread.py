@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +38,7 @@ M = TypeVar("M", bound=ProcessMachine)
 OnHeld = Callable[[], None]
 
 # How long a VMM that stands still is kept at rest for its next fork.
-_LINGER_S = 0.1
+_LINGER_S = 2.0
 _GETPPID, _PRCTL = 110, 157
 _SO_ACCEPTCONN = 30
 # Behind the role of a socket that others connect to.
@@ -266,32 +268,66 @@ def parent_of(pid: int) -> int | None:
         return None
 
 
+def list_open_files(pid: int) -> dict[int, os.stat_result]:
+    """What is open, by number; what is closed meanwhile is left out. Raises OSError."""
+    seen = {}
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            seen[int(entry.name)] = entry.stat()
+    return seen
+
+
 def find_files(pid: int, directory: Path) -> list[Path]:
-    """What it reads of disks, its own directory aside."""
+    """What it reads of disks, its own directory aside. Named by its descriptors: it may know files by other names."""
     try:
-        links = [entry.readlink() for entry in Path(f"/proc/{pid}/fd").iterdir()]
+        own = {(each.st_dev, each.st_ino) for each in map(Path.lstat, directory.rglob("*"))}
+        files = {
+            (file.st_dev, file.st_ino): Path(f"/proc/{pid}/fd/{number}")
+            for number, file in sorted(list_open_files(pid).items())
+            if stat.S_ISREG(file.st_mode) and _is_read_only(pid, number)
+        }
     except OSError as error:
         raise NotForkable(f"The files of process {pid} cannot be looked at: {error.strerror}") from error
-    return sorted({link for link in links if link.is_file() and directory not in link.parents})
+    return [path for identity, path in files.items() if identity not in own]
+
+
+def _is_read_only(pid: int, number: int) -> bool:
+    """Raises OSError."""
+    flags = next(line for line in Path(f"/proc/{pid}/fdinfo/{number}").read_text().splitlines() if "flags:" in line)
+    return int(flags.split()[1], 8) & os.O_ACCMODE == os.O_RDONLY
 
 
 def find_roles(pid: int, names: Mapping[str, str]) -> dict[str, str]:
-    """What the unix sockets of a VMM are for, by the links under which /proc shows them. `names`: by file name."""
+    """What the unix sockets of a VMM are for, by the links under which /proc shows them. `names`: by file name.
+
+    A connection that ends meanwhile has none.
+    """
     roles: dict[str, str] = {}
     with contextlib.ExitStack() as opened:
         try:
             pidfd = os.pidfd_open(pid)
             opened.callback(os.close, pidfd)
             for entry in Path(f"/proc/{pid}/fd").iterdir():
-                link = str(entry.readlink())
-                if link.startswith("socket:"):
-                    with socket.socket(fileno=take_descriptor(pidfd, int(entry.name))) as sock:
-                        role = _role(sock, names)
-                    if role is not None:
-                        roles[link] = role
+                if (found := _find_role(pidfd, entry, names)) is not None:
+                    link, role = found
+                    roles[link] = role
         except OSError as error:
             raise NotForkable(f"The sockets of process {pid} cannot be looked at: {error.strerror}") from error
     return roles
+
+
+def _find_role(pidfd: int, entry: Path, names: Mapping[str, str]) -> tuple[str, str] | None:
+    try:
+        link = str(entry.readlink())
+        if not link.startswith("socket:"):
+            return None
+        with socket.socket(fileno=take_descriptor(pidfd, int(entry.name))) as sock:
+            role = _role(sock, names)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EBADF):
+            raise
+        return None
+    return None if role is None else (link, role)
 
 
 def _role(sock: socket.socket, names: Mapping[str, str]) -> str | None:

@@ -185,7 +185,8 @@ def find_devices(files: Sequence[Path], block_devices: Path = _BLOCK_DEVICES) ->
         number = file.stat().st_dev
         device = block_devices / f"{os.major(number)}:{os.minor(number)}"
         if not device.exists():
-            reason = f"{file} is not on a block device (tmpfs, overlay, btrfs and network file systems are not)"
+            path = os.path.realpath(file)
+            reason = f"{path} is not on a block device (tmpfs, overlay, btrfs and network file systems are not)"
             raise _unsupported("io", Lack(reason, "Put FORKD_HOME on a file system such as ext4 or xfs"))
         disk = device.resolve()
         if (disk / "partition").exists():

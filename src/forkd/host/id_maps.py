@@ -73,7 +73,7 @@ def write_maps(pid: int, text: str) -> None:
 
 
 class MapHelper:
-    """A process of ours that writes maps of forks of one source, from the source's namespace. It ends with us."""
+    """A process of ours that writes maps of forks of one source, in the source's namespace. It ends with us."""
 
     def __init__(self, source: int) -> None:
         self._source = source
@@ -81,23 +81,37 @@ class MapHelper:
 
     def write_maps(self, pid: int, text: str) -> None:
         """Raises NotForkable."""
-        answer = self._ask(json.dumps({"source": self._source, "pid": pid, "maps": dict.fromkeys(_MAPS, text)}))
+        answer = self._enter()
+        if answer == "ok":
+            answer = self._ask(json.dumps({"pid": pid, "maps": dict.fromkeys(_MAPS, text)}))
         if answer != "ok":
+            self.close()
             raise NotForkable(f"A fork could not be given a user of its own: {answer}", hint=_NO_HINT)
 
+    def _enter(self) -> str:
+        if self._process is not None and self._process.poll() is None:
+            return "ok"
+        self.close()
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_HELPER), str(self._source)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self._read_answer()
+
     def _ask(self, request: str) -> str:
-        if self._process is None or self._process.poll() is not None:
-            self.close()
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_HELPER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process is not None and self._process.stdin is not None
         try:
             self._process.stdin.write(request + "\n")
             self._process.stdin.flush()
-            return self._process.stdout.readline().strip() or "its helper ended"
         except OSError as error:
             return f"its helper ended: {error.strerror}"
+        return self._read_answer()
+
+    def _read_answer(self) -> str:
+        assert self._process is not None and self._process.stdout is not None
+        return self._process.stdout.readline().strip() or "its helper ended"
 
     def close(self) -> None:
         if self._process is not None:

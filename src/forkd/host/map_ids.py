@@ -1,11 +1,11 @@
-"""A program: writes the id maps of processes from the user namespace of another one.
+"""A program: writes the id maps of processes from the user namespace of another one, whose pid is its argument.
 
-It reads requests, a line of JSON each, and answers each with a line, "ok" or what went wrong:
+It goes there for good, says "ok" or what went wrong, and reads requests, a line of JSON each; it answers each with such
+a line:
 
-    {"source": PID, "pid": PID, "maps": {"uid_map": TEXT, "gid_map": TEXT}}
+    {"pid": PID, "maps": {"uid_map": TEXT, "gid_map": TEXT}}
 
-It ends when its input does. Run by path with `-I -S`, so it imports nothing of forkd. A process cannot come back from a
-user namespace: a child of its own goes there for each request.
+It ends when its input does. Run by path with `-I -S`, so it imports nothing of forkd.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ import os
 import sys
 
 _CLONE_NEWUSER = 0x10000000
+_PR_SET_DUMPABLE = 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
+    print(_enter(int(sys.argv[1])), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        print(_ask_child(request["source"], request["pid"], request["maps"]), flush=True)
+        print(_write(request["pid"], request["maps"]), flush=True)
 
 
-def _ask_child(source: int, pid: int, maps: dict[str, str]) -> str:
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        os.write(writing, _write(source, pid, maps).encode())
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as answer:
-        said = answer.read()
-    os.waitpid(child, 0)
-    return said or "its writer ended"
-
-
-def _write(source: int, pid: int, maps: dict[str, str]) -> str:
+def _enter(source: int) -> str:
     try:
-        namespace = os.open(f"/proc/{source}/ns/user", os.O_RDONLY)
-        if _libc.setns(namespace, _CLONE_NEWUSER) != 0:
-            return os.strerror(ctypes.get_errno())
+        namespace = os.open(f"/proc/{source}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        return error.strerror or "failed"
+    # Who has rights in that namespace has none over us.
+    if _libc.setns(namespace, _CLONE_NEWUSER) != 0 or _libc.prctl(_PR_SET_DUMPABLE, 0) != 0:
+        return os.strerror(ctypes.get_errno())
+    os.close(namespace)
+    return "ok"
+
+
+def _write(pid: int, maps: dict[str, str]) -> str:
+    try:
         for name, text in maps.items():
-            fd = os.open(f"/proc/{pid}/{name}", os.O_WRONLY)
-            os.write(fd, text.encode())
+            fd = os.open(f"/proc/{pid}/{name}", os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.write(fd, text.encode())
+            finally:
+                os.close(fd)
     except OSError as error:
         return error.strerror or "failed"
     return "ok"

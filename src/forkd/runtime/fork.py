@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forkd.engines.base import Engine, Frozen, Machine, Nic, Way
-from forkd.errors import ChannelClosed, EngineFailed, ForkdError, GuestDied, GuestTimeout
+from forkd.errors import EngineFailed, ForkdError, GuestDied, GuestTimeout
 from forkd.guest.agent import Agent
-from forkd.guest.identity import ForkProof, become
 from forkd.host.faults import fault_point
 from forkd.host.system import CHILD_MIB, FORKED_CHILD_MIB
 from forkd.model.machine import NO_LIMITS, Limits, parse_count
@@ -21,13 +20,10 @@ from forkd.model.names import Identity, new_identity
 from forkd.model.sandbox import new_sandbox_id
 from forkd.runtime.admission import admit_children, look, starts_at_once
 from forkd.runtime.child import Child, raise_explained
+from forkd.runtime.contract import keep_contract
 from forkd.runtime.origin import Template
 from forkd.runtime.templates import fork_machine
 from forkd.wire.agent import MAX_FRAME
-
-_MORE_ATTEMPTS = 2
-# A VMM whose channel just closed is dying, as a rule.
-_DEATH_DEADLINE_S = 1.0
 
 AfterFork = Callable[[Child], Awaitable[None]]
 # The network interface of a child, by its id, for as long as it starts.
@@ -165,7 +161,7 @@ async def prove(machine: Machine, identity: Identity, half_sent_bytes: int = 0, 
     agent: Agent | None = None
     try:
         try:
-            agent, proof = await _become(machine, identity, half_sent_bytes, network)
+            agent, proof = await keep_contract(machine, identity, half_sent_bytes, network)
         except ForkdError as error:
             await raise_explained(error, machine, "it was forked")
         await machine.running()
@@ -176,36 +172,6 @@ async def prove(machine: Machine, identity: Identity, half_sent_bytes: int = 0, 
         raise
     machine.phases.mark("contract", time.monotonic())
     return Child(identity, machine, agent, proof)
-
-
-async def _become(machine: Machine, identity: Identity, half_sent_bytes: int, network: bool) -> tuple[Agent, ForkProof]:
-    """An agent that kept the contract, asked again when its stream was lost and the VM lives.
-
-    A guest on vsock resets its connections when it wakes up, and may take ours for one of the past. The contract sets
-    things and adds to nothing, so it may be kept twice.
-    """
-    for _ in range(_MORE_ATTEMPTS):
-        try:
-            return await _try_become(machine, identity, half_sent_bytes, network)
-        except ChannelClosed:
-            await asyncio.wait([machine.death], timeout=_DEATH_DEADLINE_S)
-            if machine.death.done():
-                raise
-    return await _try_become(machine, identity, half_sent_bytes, network)
-
-
-async def _try_become(
-    machine: Machine, identity: Identity, half_sent_bytes: int, network: bool
-) -> tuple[Agent, ForkProof]:
-    agent = Agent.attach(await machine.connect())
-    try:
-        if half_sent_bytes:
-            agent.channel.pad(half_sent_bytes)
-        # Sent before the guest runs, where the engine can: it is there, waiting, when the guest wakes up.
-        return agent, await become(agent, identity, network)
-    except BaseException:
-        agent.close()
-        raise
 
 
 async def kill_all(sandboxes: Iterable[Child]) -> None:

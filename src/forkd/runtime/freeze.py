@@ -27,6 +27,7 @@ from forkd.model.names import SnapshotTag, new_identity
 from forkd.model.network import NO_NETWORK, Network
 from forkd.runtime.admission import admit_boot, disk_mib, look
 from forkd.runtime.child import raise_explained
+from forkd.runtime.contract import keep_contract
 from forkd.store.manifest import Manifest
 from forkd.store.snapshots import Snapshot, SnapshotStore
 
@@ -228,8 +229,8 @@ async def rehearsed(engine: Engine, frozen: Frozen, directory: Path) -> AsyncIte
     agent: Agent | None = None
     try:
         fault_point("template.started")
-        agent = Agent.attach(await machine.connect())
         try:
+            agent, _ = await keep_contract(machine, new_identity("rehearsal"))
             await rehearse(agent, frozen.rehearsal)
             await machine.running()
             await asyncio.sleep(SETTLE_S)

@@ -84,6 +84,7 @@ async def start_base(
         if network:
             await in_thread(lambda: make_tap(slot.own_tap, process.pid, user))
         await _load(machine, slot.own_tap if network else None)
+        machine.stands_still()
         if network:
             await in_thread(lambda: _note_tap(machine))
         if frozen.runs:

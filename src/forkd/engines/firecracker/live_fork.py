@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from forkd.engines.fork_thread import (
     find_roles,
     fork_running,
     from_thread,
+    list_open_files,
     look_at,
     render_death,
     wish_for,
@@ -33,12 +35,10 @@ from forkd.engines.fork_thread import (
 from forkd.engines.machine import AGENT_SOCKET, CONSOLE, grouped, listening_socket, made_directory
 from forkd.errors import NotForkable
 from forkd.host.dead_end import open_nothing
-from forkd.host.fork_cell import find_source_cell, render_leave, render_rights
+from forkd.host.fork_cell import SourceCell, find_source_cell, render_leave, render_rights
 from forkd.host.id_maps import UserRange
+from forkd.host.kvmfork.plan import VmPlan, is_remade
 from forkd.host.kvmfork.record import MAX_JSON_BYTES, Record, parse_record
-from forkd.host.kvmfork.restore import render_restore
-from forkd.host.kvmfork.run_pages import is_run_page
-from forkd.host.kvmfork.state import Saver, State
 from forkd.host.process import WatchedProcess
 from forkd.host.procfork import seed
 from forkd.host.procfork.blueprint import ForkPlan
@@ -81,7 +81,7 @@ async def fork_machine(
             raise NotForkable(f"The VM to fork has ended: {source.death.result().reason.value}")
         files = find_files(source.pid, source.directory) if limits != NO_LIMITS else []
         if source.fork_thread is None:
-            source.fork_thread = new_fork_thread(source.pid, source.directory, users.users, filters)
+            source.fork_thread = new_fork_thread(source, users.users, filters)
         thread = source.fork_thread
         wish = wish_for(source.pid, outlive=outlive, paused=paused)
         # Always a cell of its own: what is saved of a fork is written in there.
@@ -106,6 +106,8 @@ async def fork_machine(
         paused=True,
     )
     machine.keep_users(users, lineage)
+    if paused:
+        machine.stands_still()
     machine.go_on(paused=paused)
     return machine
 
@@ -149,15 +151,63 @@ def opened_ends(directory: Path, nic: Nic | None) -> Iterator[Mapping[str, int]]
         yield {_API + LISTENER: api.fileno(), _AGENT + LISTENER: agent.fileno(), _TAP: tap, _KVM: kvm, **logs}
 
 
-def new_fork_thread(pid: int, directory: Path, users: UserRange, filters: Filters) -> ForkThread:
-    return ForkThread(
-        *(pid, directory.name, lambda wish: prepare(pid, directory, users, filters, wish)),
-        *(_BEFORE_NAME, _BEHIND_NAME),
-    )
+def new_fork_thread(source: FirecrackerMachine, users: UserRange, filters: Filters) -> ForkThread:
+    pid, directory = source.pid, source.directory
+    look = functools.cache(lambda: find_out(pid, directory, users, filters, source.stood_ns))
+    return ForkThread(pid, directory.name, lambda wish: look().prepare(wish), _BEFORE_NAME, _BEHIND_NAME)
 
 
-def prepare(pid: int, directory: Path, users: UserRange, filters: Filters, wish: Wish) -> Prepared:
-    """How a Firecracker is forked. Raises NotForkable."""
+@dataclass
+class Beneath:
+    """What a fork does not inherit from a VMM: KVM's objects, and memory files that it maps for itself."""
+
+    vm: VmPlan
+    stood_ns: Callable[[], int]
+    files: Mapping[MemoryFile, bytes] = field(default_factory=dict)
+
+    def look(self, source: Source) -> None:
+        self.vm.look(source, self.stood_ns())
+        self.files = read_memory_files(source)
+
+    def render(self, free: int) -> list[Call]:
+        return [*render_remap(self.files, free), *self.vm.set_up(free)]
+
+
+@dataclass(frozen=True)
+class Found:
+    """How a Firecracker is forked: what stays as it is as long as it lives."""
+
+    maker: int
+    confined: bool
+    cell: SourceCell
+    choice: Choice
+    beneath: Beneath
+    filters: Filters
+    clear_tid: int | None
+    pid: int
+
+    def prepare(self, wish: Wish) -> Prepared:
+        last = [*render_own_saves(), *render_rights(self.cell), *render_death(wish.dies_with)]
+
+        def settle(thread: Thread) -> Sequence[Call]:
+            return render_settle(self.filters, thread, main=thread.tid == self.pid, confined=self.confined)
+
+        plan = ForkPlan(
+            self.choice,
+            render_leave(self.cell),
+            lambda free: [*last, *self.beneath.render(free)],
+            WAITS,  # while its VM is paused the main thread waits for nothing but a call of the API
+            look=self.beneath.look,
+            replaced=lambda name: is_remade(name) or is_memory_file(name),
+            settle=settle,
+            clear_tid=self.clear_tid,
+            caller=Caller(self.maker, suspend_filters=True),
+        )
+        return Prepared(plan, self.cell)
+
+
+def find_out(pid: int, directory: Path, users: UserRange, filters: Filters, stood_ns: Callable[[], int]) -> Found:
+    """Raises NotForkable."""
     record = read_record(directory)
     maker = seed.find(pid)
     if maker is None:
@@ -165,48 +215,10 @@ def prepare(pid: int, directory: Path, users: UserRange, filters: Filters, wish:
     cell = find_source_cell(pid, users)
     if cell is None:
         raise NotForkable("The VM to fork is in no cell", hint="Fork its snapshot instead")
-    # Firecracker pauses a vCPU only when a run of it was interrupted.
-    beneath = Beneath(record, Saver(record, between_runs=True))
-    confined = _is_confined(pid, maker)
-    last = [*render_own_saves(), *render_rights(cell), *render_death(wish.dies_with)]
-
-    def settle(thread: Thread) -> Sequence[Call]:
-        return render_settle(filters, thread, main=thread.tid == pid, confined=confined)
-
-    plan = ForkPlan(
-        render_choice(find_logs(pid, directory), find_roles(pid, _ROLES), read_tap_number(directory)),
-        render_leave(cell),
-        lambda free: [*last, *beneath.render(free)],
-        WAITS,  # while its VM is paused the main thread waits for nothing but a call of the API
-        look=beneath.look,
-        replaced=lambda name: is_run_page(name) or is_memory_file(name),
-        settle=settle,
-        clear_tid=record.clear_tid,
-        caller=Caller(maker, suspend_filters=True),
-    )
-    return Prepared(plan, cell)
-
-
-@dataclass
-class Beneath:
-    """What a fork does not inherit from a VMM: KVM's objects, and memory files that it maps for itself.
-
-    What was asked for when they were made, and what is in them, as of the last look.
-    """
-
-    record: Record
-    saver: Saver
-    state: State | None = None
-    files: Mapping[MemoryFile, bytes] = field(default_factory=dict)
-
-    def look(self, source: Source) -> None:
-        self.state = self.saver.save(source)
-        self.files = read_memory_files(source)
-
-    def render(self, free: int) -> list[Call]:
-        assert self.state is not None
-        restored = render_restore(self.record, self.state, free, self.saver.run_pages)
-        return [*render_remap(self.files, free), *restored]
+    choice = render_choice(find_logs(pid, directory), find_roles(pid, _ROLES), read_tap_number(directory))
+    # Firecracker stops a vCPU only when it has answered it.
+    beneath = Beneath(VmPlan(record, answers_all=True), stood_ns)
+    return Found(maker, _is_confined(pid, maker), cell, choice, beneath, filters, record.clear_tid, pid)
 
 
 def read_record(directory: Path) -> Record:
@@ -228,7 +240,7 @@ def find_logs(pid: int, directory: Path) -> dict[int, str]:
     files = {_CONSOLE: directory / CONSOLE, _LOG: Slot.found(directory).root / VMM_LOG}
     try:
         wanted = {name: path.stat() for name, path in files.items()}
-        seen = {int(entry.name): entry.stat() for entry in Path(f"/proc/{pid}/fd").iterdir()}
+        seen = list_open_files(pid)
     except OSError as error:
         raise NotForkable(f"The files of process {pid} cannot be looked at: {error.strerror}") from error
     return {

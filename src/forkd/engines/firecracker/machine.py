@@ -84,6 +84,7 @@ class FirecrackerMachine(ProcessMachine):
         self._stream: socket.socket | None = None  # of a parent: what was handed out, ours too
         self._handed_out: weakref.ref[socket.socket] | None = None  # what was, as long as its owner has it
         self._saved = False  # since it stands still
+        self._still_since_ns: int | None = None
 
     @property
     def pid(self) -> int:
@@ -151,11 +152,22 @@ class FirecrackerMachine(ProcessMachine):
         async with self._commanded():  # a fork stops it, and has it go on
             await self.ask(render_pause())
             self._paused = True
+            self.stands_still()
+
+    def stands_still(self) -> None:
+        """From now on, or a little longer already."""
+        self._still_since_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)
+
+    def stood_ns(self) -> int:
+        """For how long its guest stood still, and the kernel's clocks of it went on."""
+        since = self._still_since_ns
+        return 0 if since is None else time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW) - since
 
     async def resume(self) -> None:
         async with self._commanded():
             await self.ask(render_resume())
             self._paused = False
+            self._still_since_ns = None
         if self._saved:
             self._saved = False
             self._cut_stream()

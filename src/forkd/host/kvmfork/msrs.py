@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
+import functools
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -22,6 +24,7 @@ _MTRRS = (
     *(0x2FF, 0x250, 0x258, 0x259, *range(0x268, 0x270)),
     *range(0x200, 0x210),
 )
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_GUEST_PERM, _TILES = 158, 0x1025, 18
 _MACHINE_CHECK_BANKS, _REGISTERS_PER_BANK = 0x400, 4
 
 
@@ -51,8 +54,12 @@ def in_order(indexes: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(dict.fromkeys(indexes), key=lambda index: special.get(index, 0)))
 
 
+@functools.lru_cache(maxsize=16)
 def plan_msrs(cpuid: bytes, *, with_irqchip: bool, banks: int) -> MsrPlan:
-    """For vCPUs with this CPUID and as many banks of machine checks. Raises NotForkable."""
+    """For vCPUs with this CPUID and as many banks of machine checks. Raises NotForkable.
+
+    A source stands still meanwhile, so it is asked once: the answer is the host's, and stays.
+    """
     try:
         with _made_vcpu(cpuid, with_irqchip=with_irqchip) as (kvm, vcpu):
             extra = range(_MACHINE_CHECK_BANKS, _MACHINE_CHECK_BANKS + banks * _REGISTERS_PER_BANK)
@@ -68,6 +75,7 @@ def plan_msrs(cpuid: bytes, *, with_irqchip: bool, banks: int) -> MsrPlan:
 
 @contextlib.contextmanager
 def _made_vcpu(cpuid: bytes, *, with_irqchip: bool) -> Iterator[tuple[int, int]]:
+    _allow_tiles()
     with contextlib.ExitStack() as opened:
         kvm = os.open(_DEVICE, os.O_RDWR | os.O_CLOEXEC)
         opened.callback(os.close, kvm)
@@ -79,6 +87,12 @@ def _made_vcpu(cpuid: bytes, *, with_irqchip: bool) -> Iterator[tuple[int, int]]
         opened.callback(os.close, vcpu)
         fcntl.ioctl(vcpu, Request.SET_CPUID2, bytearray(cpuid), True)
         yield kvm, vcpu
+
+
+def _allow_tiles() -> None:
+    """Before the first vCPU of a process: it may not have the CPUID of a guest with AMX otherwise. Where there is none,
+    or we have it already, this fails and does not matter."""
+    ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_GUEST_PERM, _TILES)
 
 
 def _read_list(kvm: int) -> list[int]:

@@ -80,6 +80,7 @@ class Ioctl:
 @dataclass(frozen=True)
 class Record:
     """`vcpu_fds`: by the vCPU's number. `clear_tid`: what the kernel clears when a thread ends, if all agree on it.
+    `kernel_pages`: how many pages of shared memory KVM mapped for itself when it made the vCPUs.
 
     The first ioctl is CREATE_VM; the others are in force, in an order in which they can be made again.
     """
@@ -89,6 +90,7 @@ class Record:
     vcpu_fds: tuple[int, ...]
     ioctls: tuple[Ioctl, ...]
     clear_tid: int | None = None
+    kernel_pages: int = 0
 
     def has(self, request: Request) -> bool:
         return any(each.request == request for each in self.ioctls)
@@ -149,6 +151,7 @@ class Record:
                 "vm_fd": self.vm_fd,
                 "vcpu_fds": self.vcpu_fds,
                 "clear_tid": self.clear_tid,
+                "kernel_pages": self.kernel_pages,
                 "ioctls": ioctls,
             }
         )
@@ -170,6 +173,7 @@ def parse_record(text: str) -> Record:
             vcpu_fds=tuple(_number(each, _MAX_FD) for each in vcpu_fds),
             ioctls=tuple(_parse_ioctl(each) for each in _list(fields["ioctls"], MAX_IOCTLS)),
             clear_tid=None if clear_tid is None else _number(clear_tid, 1 << 64),
+            kernel_pages=_number(fields["kernel_pages"], MAX_VCPUS + 1),
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise NotForkable("The record of how the VM was made is damaged", hint="Start the VM again") from error

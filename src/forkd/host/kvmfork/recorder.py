@@ -11,7 +11,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from forkd.host.kvmfork import watch
 from forkd.host.kvmfork.fold import fold
 from forkd.host.kvmfork.ioctls import Effect, Request, effect_of, head_bytes, is_kvm, total_bytes
 from forkd.host.kvmfork.record import MAX_IOCTLS, Ioctl, Record
+from forkd.host.kvmfork.run_pages import find_kernel_pages
 from forkd.host.procfork import ptrace
 from forkd.host.procfork.ptrace import Gone
 from forkd.host.procfork.registers import called_again, needs_help
@@ -39,7 +40,7 @@ class Recorder:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._notes = Notes()
+        self._notes = Notes(lambda: _count_kernel_pages(pid))
         self._started = threading.Event()
         self._ending = threading.Event()
         self._deadline = 0.0
@@ -200,6 +201,17 @@ class ThreadBegun:
     cleared: int
 
 
+def _makes_vcpu(begun: Begun | ThreadBegun | None) -> bool:
+    return isinstance(begun, Begun) and begun.request == Request.CREATE_VCPU
+
+
+def _count_kernel_pages(pid: int) -> int:
+    try:
+        return len(find_kernel_pages(Path(f"/proc/{pid}/maps").read_text(errors="replace")))
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise Gone from error
+
+
 def read_begun(memory: int, number: int, args: Sequence[int]) -> Begun | ThreadBegun | None:
     """What is to be noted of a call."""
     if number == _IOCTL and is_kvm(args[1] & _32_BITS):
@@ -233,7 +245,9 @@ def _read(memory: int, address: int, size: int) -> bytes:
 class Notes:
     """What was seen, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, count_kernel_pages: Callable[[], int] = lambda: 0) -> None:
+        self._count_kernel_pages = count_kernel_pages
+        self._kernel_pages = self._kernel_pages_before = 0
         self._ioctls: list[Ioctl] = []
         self._cleared: set[int] = set()
         self._begun: Begun | ThreadBegun | None = None
@@ -241,7 +255,11 @@ class Notes:
     def see(self, call: watch.SystemCall, memory: int) -> None:
         if call.entered:
             self._begun = read_begun(memory, call.number, call.args)
+            if _makes_vcpu(self._begun):
+                self._kernel_pages_before = self._count_kernel_pages()
         elif self._begun is not None:
+            if _makes_vcpu(self._begun):
+                self._kernel_pages += self._count_kernel_pages() - self._kernel_pages_before
             begun, self._begun = self._begun, None
             self.add(begun, call.result)
 
@@ -276,6 +294,7 @@ class Notes:
             vcpu_fds=tuple(fds[index] for index in sorted(fds)),
             ioctls=(create, *fold(each for each in others if each.fd in mine)),
             clear_tid=next(iter(self._cleared)) if len(self._cleared) == 1 else None,
+            kernel_pages=self._kernel_pages,
         )
         record.check()
         _check_links(record, links)

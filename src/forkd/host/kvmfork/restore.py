@@ -16,7 +16,8 @@ from forkd.host.kvmfork.run_pages import RunPages
 from forkd.host.kvmfork.state import SREGS2_BYTES, State, VcpuState
 from forkd.host.procfork.program import DATA, Call
 
-_READ, _WRITE, _CLOSE, _MMAP, _IOCTL, _EVENTFD2, _DUP3 = 0, 1, 3, 9, 16, 290, 292
+_READ, _WRITE, _CLOSE, _MMAP, _MUNMAP, _IOCTL, _EVENTFD2, _DUP3 = 0, 1, 3, 9, 11, 16, 290, 292
+_PAGE = 4096
 _SECOND_BYTE = 1 << 8
 _CLOEXEC = 0o2000000
 _READ_WRITE, _SHARED_FIXED = 3, 0x11
@@ -31,10 +32,16 @@ _FRESH_XCRS = struct.pack("<IIIIQ", 1, 0, 0, 0, 1)
 _EVENTS_FLAGS = slice(20, 24)
 
 
-def render_restore(record: Record, state: State, free: int, run_pages: Sequence[RunPages]) -> list[Call]:
-    """`free`: the lowest number that no descriptor of the duplicate has; afterwards it is free again."""
+def render_restore(
+    record: Record, state: State, free: int, run_pages: Sequence[RunPages], kernel_pages: Sequence[int] = ()
+) -> list[Call]:
+    """`free`: the lowest number that no descriptor of the duplicate has; afterwards it is free again.
+
+    `kernel_pages`: what KVM had mapped for the source's VM; it does so again for the new one.
+    """
     create, *others = record.ioctls
-    calls = _made_under(record.vm_fd, create, free)
+    calls = [Call(_MUNMAP, (page, _PAGE), what="unmap a page of the source's VM") for page in kernel_pages]
+    calls += _made_under(record.vm_fd, create, free)
     for each in _in_order(others):
         if each.request == Request.CREATE_VCPU:
             calls += _made_under(each.result, each, free)

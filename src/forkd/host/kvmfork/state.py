@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from forkd.errors import NotForkable
 from forkd.host.kvmfork.ioctls import Request, name_of
 from forkd.host.kvmfork.msrs import TSC, MsrPlan, parse_msrs, plan_msrs, render_msrs
 from forkd.host.kvmfork.record import Record
-from forkd.host.kvmfork.run_pages import RunPages, check_run_pages, find_run_pages, is_told_to_stop
+from forkd.host.kvmfork.run_pages import (
+    STOP_AT,
+    RunPages,
+    can_be_finished,
+    check_kernel_pages,
+    check_run_pages,
+    find_run_pages,
+    find_unfinished,
+    is_told_to_stop,
+)
 from forkd.host.procfork.program import DATA, Call
 from forkd.host.procfork.ptrace import Gone
 from forkd.host.procfork.source import Source
@@ -30,6 +40,8 @@ _IN_SMM = 1 << 0
 
 # The vCPUs of a VM are in step if they were read within a second; so does the kernel see it when they are set.
 _IN_STEP_CYCLES = 10**9
+# By one part of so many two clocks of a host may differ.
+_CLOCKS_DIFFER = 10_000
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,23 @@ class State:
     pit: bytes = b""
     told_to_stop: tuple[bool, ...] = ()
 
+    def before(self, stood_ns: int, khz: int) -> State:
+        """The same that long ago, of a guest that did nothing since; with `khz`, how fast its processors count.
+
+        Rather too little is taken off than too much, which would have the guest's time go back.
+        """
+        if stood_ns <= 0:
+            return self
+        stood_ns -= stood_ns // _CLOCKS_DIFFER
+        (clock,) = struct.unpack_from("<Q", self.clock)
+        vcpus = tuple(replace(each, msrs=_turned_back(each.msrs, stood_ns * khz // 10**6)) for each in self.vcpus)
+        return replace(self, vcpus=vcpus, clock=struct.pack("<Q", max(0, clock - stood_ns)) + self.clock[8:])
+
+
+def _turned_back(msrs: bytes, cycles: int) -> bytes:
+    values = [(index, max(1, value - cycles) if index == TSC else value) for index, value in parse_msrs(msrs)]
+    return render_msrs(values)
+
 
 @dataclass(frozen=True)
 class Get:
@@ -70,31 +99,50 @@ class Get:
 class Saver:
     """Reads the state of one VM, over and over; what does not change is found out once."""
 
-    def __init__(self, record: Record, *, between_runs: bool = False) -> None:
-        """`between_runs`: see `check_run_pages`."""
+    def __init__(self, record: Record, *, answers_all: bool = False) -> None:
+        """`answers_all`: a VMM that stands still has answered whatever its vCPUs asked, and they may take it."""
         self._record = record
-        self._between_runs = between_runs
+        self._answers_all = answers_all
         self._sregs2 = False
         self._xsave_bytes = _XSAVE
         self._cpuids: tuple[bytes, ...] = ()
         self._msrs: MsrPlan | None = None
+        self._khz = 0
         self.run_pages: tuple[RunPages, ...] = ()
+        self.kernel_pages: tuple[int, ...] = ()
         self._told_to_stop: tuple[bool, ...] = ()
 
-    def save(self, source: Source) -> State:
-        """Raises NotForkable for what a duplicate could not have."""
+    def save(self, source: Source, stood_ns: int = 0) -> State:
+        """As it was when it began to stand still, `stood_ns` ago. Raises NotForkable for what no duplicate could have.
+
+        The kernel's clocks go on meanwhile, the guest's are not to.
+        """
         if self._msrs is None:
             self._learn(source)
         shared = [source.read_memory(pages.address, pages.size) for pages in self.run_pages]
-        for memory in shared:
-            check_run_pages(memory, self._record, between_runs=self._between_runs)
+        for fd, pages, memory in zip(self._record.vcpu_fds, self.run_pages, shared, strict=True):
+            check_run_pages(memory, self._record)
+            if asked := find_unfinished(memory):
+                self._finish(source, fd, pages, memory, asked)
         self._told_to_stop = tuple(map(is_told_to_stop, shared))
         while True:
             seen = self._read(source)
             if unreadable := self._find_unreadable(seen):
                 self._forget(unreadable)
             else:
-                return self._parse(seen)
+                return self._parse(seen).before(stood_ns, self._khz)
+
+    def _finish(self, source: Source, fd: int, pages: RunPages, memory: bytes, asked: str) -> None:
+        """Have a vCPU take the answer that it may wait for, by a run that is over before the guest goes on."""
+        if not (self._answers_all and can_be_finished(memory)):
+            raise NotForkable(f"A vCPU may wait for an answer from {asked}", hint="Try again")
+        source.write_memory(pages.address + STOP_AT, b"\1")
+        try:
+            value = source.call(_IOCTL, fd, Request.RUN, 0)
+        finally:
+            source.write_memory(pages.address + STOP_AT, memory[STOP_AT : STOP_AT + 1])
+        if value != -errno.EINTR:
+            raise NotForkable(f"A vCPU asks {asked} for more than one thing", hint="Try again")
 
     def _learn(self, source: Source) -> None:
         with open(f"/proc/{source.pid}/maps") as file:
@@ -102,9 +150,11 @@ class Saver:
         if not maps:
             raise Gone
         self.run_pages = find_run_pages(maps, self._record)
-        vm = self._record.vm_fd
+        self.kernel_pages = check_kernel_pages(maps, self._record)
+        vm, vcpu = self._record.vm_fd, self._record.vcpu_fds[0]
         self._sregs2 = source.call(_IOCTL, vm, Request.CHECK_EXTENSION, _CAP_SREGS2) > 0
         self._xsave_bytes = max(_XSAVE, source.call(_IOCTL, vm, Request.CHECK_EXTENSION, _CAP_XSAVE2))
+        self._khz = max(0, source.call(_IOCTL, vcpu, Request.GET_TSC_KHZ, 0))
         size = _CPUID_HEAD + _CPUID_ENTRY * _CPUID_ENTRIES
         head = struct.pack("<II", _CPUID_ENTRIES, 0)
         gets = [Get(fd, Request.GET_CPUID2, size, head) for fd in self._record.vcpu_fds]
