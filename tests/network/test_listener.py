@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Iterator
 
 import pytest
 
+from forkd.host import nftables
 from forkd.network.hub import choose_room
 from forkd.network.listener import Listener, Room
 
@@ -93,6 +94,14 @@ async def test_without_descriptors_it_rests_and_serves_those_who_wait_when_there
         await asyncio.get_running_loop().sock_sendall(sock, b"hello")
         assert await asyncio.get_running_loop().sock_recv(sock, 100) == b"hello"
     listener.stop()
+
+
+def test_a_descriptor_that_cannot_be_moved_is_closed() -> None:
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    with without_descriptors(), pytest.raises(OSError):
+        nftables.move_away(descriptor)
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
 
 
 async def test_what_is_too_much_is_reset_and_who_leaves_makes_room(counting: Counting) -> None:
