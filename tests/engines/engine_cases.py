@@ -31,9 +31,9 @@ _READY_S = 60
 
 # `run` and `frozen` are given; the rest is a test's.
 _OWNER = """
-import asyncio, pickle, sys
+import asyncio, os, pickle, signal, sys
 from pathlib import Path
-sys.path.append(sys.argv[2])
+sys.path += [sys.argv[2], str(Path(sys.argv[2]).parent)]
 from engine_cases import fork_live
 from forkd.engines.base import Opening
 from forkd.engines.firecracker.engine import FirecrackerEngine
@@ -47,7 +47,7 @@ async def main():
 asyncio.run(main())
 """
 _FORK_AND_WAIT = """
-engine = get_entry({name!r}).open({accelerator!r}, Opening(outlive={outlive}))
+engine = {engine}
 if {boot}:
     (run / "memory").mkdir()
     await (await engine.boot(frozen.boot, run / "parent", run / "memory")).running()
@@ -104,8 +104,11 @@ def forking_live(case: Case) -> Case:
 
 
 @contextmanager
-def killed_owner(work: str, run: Path, frozen: Frozen, *, after_s: float = 0) -> Iterator[str]:
-    """The first line said by a process that did `work` and was killed with SIGKILL; all is gone at the end."""
+def killed_owner(work: str, run: Path, frozen: Frozen, *, after_s: float = 0, dies: bool = False) -> Iterator[str]:
+    """The first line said by a process that did `work` and was killed with SIGKILL; all is gone at the end.
+
+    `dies`: it does that itself.
+    """
     program = _OWNER.replace("@@WORK@@", textwrap.indent(work, "    "))
     command = [sys.executable, "-c", program, str(run), str(Path(__file__).parent)]
     owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -116,6 +119,8 @@ def killed_owner(work: str, run: Path, frozen: Frozen, *, after_s: float = 0) ->
         said = owner.stdout.readline().decode().strip()
         assert said, "the owner failed"
         time.sleep(after_s)
+        if dies:
+            owner.wait(_READY_S)
         owner.kill()
         owner.wait(_READY_S)
         owner.stdout.close()
@@ -139,15 +144,16 @@ def left_behind(
     pause: bool = False,
     boot: bool = False,
     live: bool = False,
+    engine: str | None = None,
 ) -> Iterator[Path]:
     """The directory of a fork (or a booted parent) whose owner was killed.
 
-    `live`: of the fork of a live VM, which is left behind too.
+    `live`: of the fork of a live VM, which is left behind too. `engine`: how it is opened, where not as usual.
     """
+    accelerator = "tcg" if case.engine.isolation.endswith("tcg") else "kvm"
+    opened = f"get_entry({case.engine.name!r}).open({accelerator!r}, Opening(outlive={outlive}))"
     work = _FORK_AND_WAIT.format(
-        name=case.engine.name,
-        accelerator="tcg" if case.engine.isolation.endswith("tcg") else "kvm",
-        outlive=outlive,
+        engine=engine or opened,
         code=code,
         pause=pause,
         boot=boot,

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from engine_cases import Case, adopted, fork_live, left_behind, live_forks, started, value_of
 
-from forkd.engines.base import ExitReason
+from forkd.engines.base import Engine, ExitReason
+from forkd.engines.firecracker.engine import FirecrackerEngine
 from forkd.engines.qemu.engine import QemuEngine
 from forkd.errors import ChannelClosed, EngineFailed, GuestDied, GuestTimeout, NotForkable
 from forkd.guest.agent import Agent
@@ -200,8 +201,8 @@ async def test_a_live_fork_whose_owner_was_killed_is_adopted_and_goes_on_as_does
 
 @pytest.mark.parametrize("live_fork", [False, True], ids=["a fork", "a live fork"])
 async def test_an_adopted_vm_can_be_forked(live: Case, run_directory: Path, live_fork: bool) -> None:
-    assert isinstance(live.engine, QemuEngine)
-    lasting = QemuEngine("tcg", outlive=True)
+    firecracker = live.engine.name == "firecracker"
+    lasting: Engine = FirecrackerEngine(outlive=True) if firecracker else QemuEngine("tcg", outlive=True)
     with left_behind(live, run_directory, code=KEPT, live=live_fork) as directory:
         async with adopted(lasting, directory) as (machine, agent):
             async with live_forks(lasting, machine, run_directory, 1) as (fork,):

@@ -16,7 +16,7 @@ import pytest
 from engine_cases import Case, left_behind, started, started_many
 from support_sizes import sized
 
-from forkd.engines.base import ExitReason, Frozen, Machine
+from forkd.engines.base import ExitReason, Frozen, Machine, Nic
 from forkd.engines.firecracker.engine import FirecrackerEngine
 from forkd.engines.firecracker.machine import FirecrackerMachine
 from forkd.errors import EngineFailed, ForkdError, GuestDied, InvalidInput
@@ -193,7 +193,8 @@ async def test_a_guest_that_floods_its_console_ends_and_fills_no_disk(
 def test_what_is_left_of_a_killed_owner_can_be_ended_by_its_mark_alone(
     frozen_firecracker: Case, run_directory: Path
 ) -> None:
-    with left_behind(frozen_firecracker, run_directory) as directory:
+    engine = "FirecrackerEngine(outlive=True, live_forks=False)"
+    with left_behind(frozen_firecracker, run_directory, engine=engine) as directory:
         (slot,) = directory.glob("firecracker/*/root")
         inside = (slot.stat().st_dev, slot.stat().st_ino)
         assert _processes_rooted_at(inside)
@@ -260,8 +261,10 @@ async def test_one_that_dies_while_loading_is_named_and_the_others_are_ended_or_
     fork = engine.fork
     lost = sized(7, 17)
 
-    async def fork_and_lose_one(frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS) -> Machine:
-        machine = await fork(frozen, directory, limits)
+    async def fork_and_lose_one(
+        frozen: Frozen, directory: Path, limits: Limits = NO_LIMITS, nic: Nic | None = None
+    ) -> Machine:
+        machine = await fork(frozen, directory, limits, nic)
         begun.append(machine)
         if len(begun) == lost:
             os.kill(machine.pid, signal.SIGKILL)

@@ -66,16 +66,20 @@ def no_group_left() -> Iterator[None]:
     assert not place.base.exists(), [str(path) for path in place.base.rglob("*") if path.is_dir()]
 
 
-@pytest.fixture(params=["fake", "qemu", "firecracker"])
+_FORKED = pytest.param("forkable_firecracker", id="firecracker, forked")
+_STARTED = [pytest.param(f"frozen_{name}", id=name) for name in ("qemu", "firecracker")]
+
+
+@pytest.fixture(params=[pytest.param("frozen_fake", id="fake"), *_STARTED, _FORKED])
 def engine(request: pytest.FixtureRequest) -> Case:
-    found = request.getfixturevalue(f"frozen_{request.param}")
+    found = request.getfixturevalue(request.param)
     assert isinstance(found, Case)
     return found
 
 
-@pytest.fixture(params=["qemu", "firecracker"])
+@pytest.fixture(params=[*_STARTED, _FORKED])
 def vmm(request: pytest.FixtureRequest) -> Case:
-    found = request.getfixturevalue(f"frozen_{request.param}")
+    found = request.getfixturevalue(request.param)
     assert isinstance(found, Case)
     return found
 

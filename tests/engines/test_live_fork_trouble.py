@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,8 @@ from engine_cases import (
     value_of,
     values_of,
 )
+from support_sizes import sized
+from support_tracing import counted_calls
 
 from forkd.engines.base import Engine, ExitReason, Machine
 from forkd.engines.firecracker.engine import FirecrackerEngine
@@ -32,7 +34,7 @@ from forkd.engines.qemu import engine as qemu_engine
 from forkd.engines.qemu import monitor
 from forkd.engines.qemu.args import Binary
 from forkd.engines.qemu.engine import QemuEngine
-from forkd.errors import EngineFailed, ForkdError, NotForkable, Unsupported
+from forkd.errors import EngineFailed, ForkdError, GuestDied, NotForkable, Unsupported
 from forkd.guest.agent import Agent
 from forkd.host.cell_plan import MAX_FILES
 from forkd.host.fork_cell import render_limit
@@ -83,7 +85,7 @@ async def test_a_source_that_is_killed_while_it_is_forked_leaves_a_whole_fork_or
         assert death.reason is ExitReason.CRASHED and "SIGKILL" in death.status
         try:
             machine = await forking
-        except EngineFailed as error:
+        except (EngineFailed, GuestDied) as error:
             assert error.message
             return
         fork = await greet(machine, new_identity("fork"), settled=settled)
@@ -209,6 +211,39 @@ async def test_a_parent_that_boots_is_not_forked_and_goes_on(tcg: Case, run_dire
     shutil.rmtree(run_directory / "memory")
 
 
+@pytest.mark.parametrize("settled", [False, True], ids=["a running VM", "a template"])
+async def test_a_source_that_is_killed_at_a_step_of_its_fork_leaves_a_whole_fork_or_none(
+    each: Case, run_directory: Path, settled: bool
+) -> None:
+    async with rehearsed(each, run_directory) as template:
+
+        async def fork_and_look(number: int, at: int) -> int:
+            source = await each.engine.fork_live(
+                template, run_directory / f"source-{number}", settled=True, paused=settled
+            )
+            await source.running()
+            made = None
+            with counted_calls(at, lambda: os.kill(source.pid, signal.SIGKILL)) as names:
+                with suppress(EngineFailed, GuestDied):
+                    made = await each.engine.fork_live(source, run_directory / "fork", settled=settled)
+            if at:
+                death = await asyncio.wait_for(asyncio.shield(source.death), _WAIT_S)
+                assert death.reason is ExitReason.CRASHED and "SIGKILL" in death.status
+            if made is not None:
+                fork = await greet(made, new_identity("fork"), settled=settled)
+                assert await value_of(fork, "past + 1") == 42
+                await fork.kill()
+            await source.kill()
+            assert find_marked(run_directory).keys() == {run_directory / "template"}
+            assert [path.name for path in run_directory.iterdir()] == ["template"]
+            return len(names)
+
+        steps = await fork_and_look(0, 0)
+        assert steps > 20
+        for number, at in enumerate(range(1, steps, max(1, steps // sized(5, 40))), 1):
+            await fork_and_look(number, at)
+
+
 # The caller
 
 
@@ -290,14 +325,40 @@ async def test_an_owner_that_is_killed_while_it_forks_leaves_whole_vms_and_no_ot
             assert find_marked(run_directory).keys() <= {run_directory / "fork"}
 
 
-async def _look_at_what_is_left(each: Case, run: Path) -> None:
+_DYING = """
+from support_tracing import counted_calls
+engine = {engine}
+source = await fork_one(engine, frozen, new_identity("source"), run)
+print("forking", flush=True)
+with counted_calls({step}, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+    await engine.fork_live(source.machine, run / "fork")
+"""
+
+
+async def test_an_owner_that_dies_at_a_step_of_a_fork_leaves_its_source_whole_and_no_half_made_fork(
+    each: Case, run_directory: Path
+) -> None:
+    async with started(each, run_directory) as source:
+        with counted_calls() as names:
+            await (await each.engine.fork_live(source.machine, run_directory / "fork")).kill()
+    steps = len(names)
+    for step in range(1, steps, max(1, steps // sized(4, 40))):
+        work = _DYING.format(engine=_OPEN[each.engine.name], step=step)
+        with killed_owner(work, run_directory, each.frozen, dies=True) as said:
+            assert said == "forking"
+            _wait_until_steady(run_directory)
+            await _look_at_what_is_left(each, run_directory, ("source",))
+            assert find_marked(run_directory).keys() <= {run_directory / "fork"}
+
+
+async def _look_at_what_is_left(each: Case, run: Path, whole: tuple[str, ...] = ("source", "first")) -> None:
     lasting: Engine = QemuEngine("tcg", outlive=True)
     if each.engine.name == "firecracker":
         lasting = FirecrackerEngine(outlive=True)
     left = find_marked(run)
-    assert {run / "source", run / "first"} <= left.keys()
-    assert left.keys() <= {run / name for name in ("source", "first", "fork")}
-    for name in ("source", "first"):
+    assert {run / name for name in whole} <= left.keys()
+    assert left.keys() <= {run / name for name in (*whole, "fork")}
+    for name in whole:
         machine = await lasting.adopt(run / name, left[run / name])
         if machine.paused:  # its owner had stopped it for the fork that was under way
             assert name == "source"

@@ -26,7 +26,6 @@ from support_processes import DEADLINE_S, renounce_privileges
 
 from forkd.errors import NotForkable
 from forkd.host import spawn_filter
-from forkd.host.procfork import ptrace
 from forkd.host.procfork.blueprint import ForkPlan
 from forkd.host.procfork.child import Child, Holder
 from forkd.host.procfork.descriptors import Action, Choice, Descriptor, Ours
@@ -265,34 +264,6 @@ def shared_files(one: int, other: int) -> set[tuple[int, int]]:
     compared = {(a, b): _libc.syscall(_KCMP, one, other, _KCMP_FILE, a, b) for a in numbers[0] for b in numbers[1]}
     assert -1 not in compared.values()
     return {pair for pair, order in compared.items() if order == 0}
-
-
-@contextlib.contextmanager
-def counted_calls(at: int = 0, do: Callable[[], None] = lambda: None) -> Iterator[list[str]]:
-    """The names of the functions of ptrace.py that were called, in turn; before call number `at`, `do` something."""
-    names: list[str] = []
-
-    def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def wrapped(*args: Any, **more: Any) -> Any:
-            names.append(name)
-            if len(names) == at:
-                do()
-            return function(*args, **more)
-
-        return wrapped
-
-    functions = {
-        name: each for name, each in vars(ptrace).items() if getattr(each, "__module__", "") == ptrace.__name__
-    }
-    functions = {name: each for name, each in functions.items() if not isinstance(each, type)}
-    try:
-        for name, function in functions.items():
-            setattr(ptrace, name, wrap(name, function))
-        yield names
-    finally:
-        for name, function in functions.items():
-            setattr(ptrace, name, function)
 
 
 @dataclass(frozen=True)

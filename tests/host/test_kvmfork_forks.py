@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from kvmfork_cases import Vm, has_kvm, holder_of, plan_for, recorded, vm_forked, vm_started, vmm_started
-from procfork_cases import children, counted_calls, forked_from, refusal_of
+from procfork_cases import children, forked_from, refusal_of
 from support_processes import wait_until
+from support_tracing import counted_calls
 
 from forkd.errors import NotForkable
 from forkd.host.kvmfork.plan import VmPlan

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from procfork_cases import PLAN, Subject, children, counted_calls, forked_from, planned, shared_files, threads_started
+from procfork_cases import PLAN, Subject, children, forked_from, planned, shared_files, threads_started
+from support_tracing import counted_calls
 
 from forkd.errors import NotForkable
 from forkd.host.procfork.batch import Batch

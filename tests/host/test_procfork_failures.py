@@ -21,7 +21,6 @@ from procfork_cases import (
     Subject,
     children,
     compiled,
-    counted_calls,
     elsewhere,
     forked_from,
     limit,
@@ -34,6 +33,7 @@ from procfork_cases import (
     threads_started,
 )
 from support_processes import wait_until
+from support_tracing import counted_calls
 
 from forkd.errors import NotForkable
 from forkd.host import filters, seccomp

@@ -13,7 +13,6 @@ from procfork_cases import (
     Subject,
     children,
     compiled,
-    counted_calls,
     forked_from,
     planned,
     python_started,
@@ -22,6 +21,7 @@ from procfork_cases import (
 )
 from procfork_workers import assert_sound, check
 from support_processes import wait_until
+from support_tracing import counted_calls
 
 from forkd.errors import NotForkable
 from forkd.host.procfork import ptrace

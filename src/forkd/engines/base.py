@@ -240,6 +240,9 @@ class Machine(Protocol):
         What the guest makes of it its agent has to be told. Raises Unsupported where the engine or the VM cannot.
         """
 
+    async def learn_from(self, fork: Machine) -> None:
+        """Of a template: its forks are made ready for what this one has written. Where the engine `learns`."""
+
     def find_tap(self) -> int | None:
         """A descriptor of our own for the tap that its VMM has open; the caller closes it. None: it has none."""
 
@@ -258,6 +261,7 @@ class Engine(Protocol):
     isolation: str
     opens_taps: bool  # by their names, with a header before each packet; else it takes descriptors
     streams_go_on: bool  # of a source's agent, in its forks; else a fork waits for another one, as after a freeze
+    learns: bool  # whether forks are quicker once their template has learned from one; see Machine.learn_from
 
     async def boot(self, spec: BootSpec, directory: Path, memory_in: Path, nic: Nic | None = None) -> Machine:
         """Start a VM from its kernel; files of its memory are made in `memory_in`."""

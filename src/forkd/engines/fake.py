@@ -157,6 +157,7 @@ class FakeEngine(WithoutLiveForks):
     isolation = "none"
     opens_taps = False
     streams_go_on = True
+    learns = False
 
     def __init__(self, *, outlive: bool = False) -> None:
         """`outlive`: forks go on when we end."""

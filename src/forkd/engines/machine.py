@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forkd.engines.base import Death, ExitReason, Nic, Phases, tail_of
+from forkd.engines.base import Death, ExitReason, Machine, Nic, Phases, tail_of
 from forkd.errors import EngineFailed, GuestDied, Unsupported
 from forkd.host.cell import Cell, read_cell
 from forkd.host.cgroup import Group, Place, find_place, make_group
@@ -177,6 +177,9 @@ class ProcessMachine:
     async def plug(self, nic: Nic | None) -> None:
         if nic is not None:
             raise Unsupported("This engine cannot give a running VM a network")
+
+    async def learn_from(self, fork: Machine) -> None:
+        """Nothing."""
 
     def find_tap(self) -> int | None:
         return None

@@ -22,9 +22,10 @@ _MAPPING = re.compile(
     r"^([0-9a-f]+)-([0-9a-f]+) ...([ps]) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) *(.*)$", re.MULTILINE
 )
 # In the top byte of a page's 64 bits. A page that is the file's own, or is not there, was not written.
-_PRESENT, _SWAPPED, _OF_FILE = 0x80, 0x40, 0x20
+_PRESENT, _SWAPPED, _OF_FILE, _ALONE = 0x80, 0x40, 0x20, 0x01
 _IS_OWN = bytes(bool(top & (_PRESENT | _SWAPPED)) and not top & _OF_FILE for top in range(256))
-_OWN = re.compile(rb"\x01+")
+_IS_ALONE = bytes(bool(top & _PRESENT) and bool(top & _ALONE) and not top & _OF_FILE for top in range(256))
+_FOUND = re.compile(rb"\x01+")
 _ENTRY = 8
 _MAPS_BATCH = 1 << 18
 _PAGEMAP_BATCH = 1 << 17  # pages: 1 MiB of entries
@@ -148,7 +149,7 @@ def find_written(memory: LiveMemory, runs: Sequence[Run] = ()) -> list[tuple[int
         with _named(memory.pid):
             for area in memory.areas:
                 shift = area.start - area.address
-                own = _own_pages(handles.pagemap, area.address, area.address + area.length)
+                own = _find_pages(handles.pagemap, area.address, area.address + area.length, _IS_OWN)
                 spans.extend((begin + shift, end + shift) for begin, end in own)
     return merge_spans(spans)
 
@@ -234,8 +235,20 @@ def opened_handles(memory: LiveMemory) -> Iterator[Handles]:
         yield Handles(mem, maps, pagemap)
 
 
-def _own_pages(pagemap: int | None, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Spans of addresses. Where the kernel has no pagemap: all."""
+def find_alone(memory: LiveMemory) -> list[tuple[int, int]]:
+    """Spans of addresses whose pages no other process has: what a fork has written, as long as its source lives.
+
+    Nothing where the kernel has no pagemap.
+    """
+    with opened_handles(memory) as handles, _named(memory.pid):
+        if handles.pagemap is None:
+            return []
+        areas = [(area.address, area.address + area.length) for area in memory.areas]
+        return [span for begin, end in areas for span in _find_pages(handles.pagemap, begin, end, _IS_ALONE)]
+
+
+def _find_pages(pagemap: int | None, begin: int, end: int, wanted: bytes) -> Iterator[tuple[int, int]]:
+    """Spans of addresses; `wanted` says of each top byte whether it is. Where the kernel has no pagemap: all."""
     if pagemap is None:
         yield begin, end
         return
@@ -244,7 +257,7 @@ def _own_pages(pagemap: int | None, begin: int, end: int) -> Iterator[tuple[int,
         entries = os.pread(pagemap, pages * _ENTRY, start // PAGE * _ENTRY)
         if len(entries) != pages * _ENTRY:
             raise ProcessLookupError
-        for found in _OWN.finditer(entries[_ENTRY - 1 :: _ENTRY].translate(_IS_OWN)):
+        for found in _FOUND.finditer(entries[_ENTRY - 1 :: _ENTRY].translate(wanted)):
             yield start + found.start() * PAGE, start + found.end() * PAGE
 
 

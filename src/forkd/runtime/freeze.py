@@ -241,12 +241,30 @@ async def rehearsed(engine: Engine, frozen: Frozen, directory: Path) -> AsyncIte
         await machine.pause()
         if machine.death.done():
             raise GuestDied("The template ended while it was made")
+        if engine.learns:
+            await _teach(engine, machine, frozen.rehearsal)
         yield machine, agent
     except BaseException:
         if agent is not None:
             agent.close()
         await machine.kill()
         raise
+
+
+async def _teach(engine: Engine, template: Machine, code: str | None) -> None:
+    """One fork does what all do first, and ends."""
+    directory = template.directory.with_name(f"{template.directory.name}-first")
+    fork = await engine.fork_live(template, directory, settled=True)
+    try:
+        try:
+            agent, _ = await keep_contract(fork, new_identity("first"))
+            with contextlib.closing(agent):
+                await agent.eval(code or "None", timeout_s=REHEARSAL_S)
+        except ForkdError as error:
+            await raise_explained(error, fork, "it was the first of its template")
+        await template.learn_from(fork)
+    finally:
+        await fork.kill()
 
 
 @asynccontextmanager

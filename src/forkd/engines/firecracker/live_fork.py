@@ -8,7 +8,7 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,7 +55,8 @@ _API, _AGENT, _CONSOLE, _LOG, _TAP, _KVM = "api", "agent", "console", "log", "ta
 _ROLES = {API_SOCKET: _API, AGENT_SOCKET: _AGENT}
 _LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 _KVM_DEVICE, _KVM_OBJECTS = "/dev/kvm", "anon_inode:kvm-"
-_MOUNT = 165
+_MADVISE, _MOUNT = 28, 165
+_POPULATE_WRITE = 23
 # What is before and behind the VM's name among its arguments, and so the room for another one.
 _BEFORE_NAME, _BEHIND_NAME = b"\0--id\0", b"\0--api-sock\0"
 _NOSUID_NODEV_NOEXEC = 0x2 | 0x4 | 0x8
@@ -152,25 +153,24 @@ def opened_ends(directory: Path, nic: Nic | None) -> Iterator[Mapping[str, int]]
 
 
 def new_fork_thread(source: FirecrackerMachine, users: UserRange, filters: Filters) -> ForkThread:
-    pid, directory = source.pid, source.directory
-    look = functools.cache(lambda: find_out(pid, directory, users, filters, source.stood_ns))
-    return ForkThread(pid, directory.name, lambda wish: look().prepare(wish), _BEFORE_NAME, _BEHIND_NAME)
+    look = functools.cache(lambda: find_out(source, users, filters))
+    return ForkThread(source.pid, source.directory.name, lambda wish: look().prepare(wish), _BEFORE_NAME, _BEHIND_NAME)
 
 
 @dataclass
 class Beneath:
     """What a fork does not inherit from a VMM: KVM's objects, and memory files that it maps for itself."""
 
+    machine: FirecrackerMachine
     vm: VmPlan
-    stood_ns: Callable[[], int]
     files: Mapping[MemoryFile, bytes] = field(default_factory=dict)
 
     def look(self, source: Source) -> None:
-        self.vm.look(source, self.stood_ns())
+        self.vm.look(source, self.machine.stood_ns())
         self.files = read_memory_files(source)
 
     def render(self, free: int) -> list[Call]:
-        return [*render_remap(self.files, free), *self.vm.set_up(free)]
+        return [*render_copies(self.machine.first_written), *render_remap(self.files, free), *self.vm.set_up(free)]
 
 
 @dataclass(frozen=True)
@@ -206,8 +206,9 @@ class Found:
         return Prepared(plan, self.cell)
 
 
-def find_out(pid: int, directory: Path, users: UserRange, filters: Filters, stood_ns: Callable[[], int]) -> Found:
+def find_out(source: FirecrackerMachine, users: UserRange, filters: Filters) -> Found:
     """Raises NotForkable."""
+    pid, directory = source.pid, source.directory
     record = read_record(directory)
     maker = seed.find(pid)
     if maker is None:
@@ -217,7 +218,7 @@ def find_out(pid: int, directory: Path, users: UserRange, filters: Filters, stoo
         raise NotForkable("The VM to fork is in no cell", hint="Fork its snapshot instead")
     choice = render_choice(find_logs(pid, directory), find_roles(pid, _ROLES), read_tap_number(directory))
     # Firecracker stops a vCPU only when it has answered it.
-    beneath = Beneath(VmPlan(record, answers_all=True), stood_ns)
+    beneath = Beneath(source, VmPlan(record, answers_all=True))
     return Found(maker, _is_confined(pid, maker), cell, choice, beneath, filters, record.clear_tid, pid)
 
 
@@ -287,6 +288,16 @@ def render_own_saves() -> list[Call]:
     kind, place, options = places
     args = (kind, place, kind, _NOSUID_NODEV_NOEXEC, options)
     return [Call(_MOUNT, args, data, what="mount a place for what is saved")]
+
+
+def render_copies(spans: Sequence[tuple[int, int]]) -> list[Call]:
+    """Pages that the guest will write are copied before it runs. When it does that itself, KVM first maps the page of
+    the source for reading, and is entered three times in all. A kernel before 5.14 does not know this.
+    """
+    return [
+        Call(_MADVISE, (begin, end - begin, _POPULATE_WRITE), may_fail=True, what="copy memory that it will write")
+        for begin, end in spans
+    ]
 
 
 def _is_confined(pid: int, tid: int) -> bool:

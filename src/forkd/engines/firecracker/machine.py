@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from forkd.engines.base import MEMORY_FILE, ExitReason, Nic, Phases, tail_of
+from forkd.engines.base import MEMORY_FILE, ExitReason, Machine, Nic, Phases, tail_of
 from forkd.engines.firecracker.api import Api, open_stream
 from forkd.engines.firecracker.jail import SAVES, VMM_LOG, Slot
 from forkd.engines.firecracker.plan import (
@@ -32,7 +32,7 @@ from forkd.engines.runs import write_runs
 from forkd.errors import EngineFailed, GuestDied, Unsupported
 from forkd.host.cgroup import Group
 from forkd.host.marked import kill_marked
-from forkd.host.pages import LiveMemory, find_memory
+from forkd.host.pages import LiveMemory, find_alone, find_memory
 from forkd.host.process import KILL_DEADLINE_S, Exited, ExitStatus, WatchedProcess, children_of, take_over
 from forkd.host.system import start_time_ticks
 from forkd.host.tap import get_tap_name, make_tap, take_tap
@@ -50,6 +50,8 @@ _HANG_UP_DEADLINE_S = 5.0
 # What a VM that is saved is written to, in a root that is Firecracker's own.
 _SAVED = "saved"
 _MAX_STATE_BYTES = 16 * 1024 * 1024
+# Of a fork that wrote more than this before its first answer, the next ones may have no use.
+_MOST_COPIED_BYTES = 16 * 1024 * 1024
 _AS_ROOT = "Run forkd as root, with Firecracker's jailer"
 
 T = TypeVar("T")
@@ -85,6 +87,8 @@ class FirecrackerMachine(ProcessMachine):
         self._handed_out: weakref.ref[socket.socket] | None = None  # what was, as long as its owner has it
         self._saved = False  # since it stands still
         self._still_since_ns: int | None = None
+        # Spans of its memory that each of its forks writes first of all.
+        self.first_written: Sequence[tuple[int, int]] = ()
 
     @property
     def pid(self) -> int:
@@ -171,6 +175,14 @@ class FirecrackerMachine(ProcessMachine):
         if self._saved:
             self._saved = False
             self._cut_stream()
+
+    async def learn_from(self, fork: Machine) -> None:
+        assert isinstance(fork, FirecrackerMachine)
+        spans = await in_thread(lambda: find_alone(fork._find_memory()))
+        if sum(end - begin for begin, end in spans) <= _MOST_COPIED_BYTES:
+            self.first_written = spans
+        if self.fork_thread is not None:
+            await self.fork_thread.let_go()  # what it has drawn for its next fork is without them
 
     async def plug(self, nic: Nic | None) -> None:
         await self.running()

@@ -102,6 +102,7 @@ class QemuEngine:
     name = "qemu"
     opens_taps = False
     streams_go_on = True
+    learns = False
 
     def __init__(
         self,
