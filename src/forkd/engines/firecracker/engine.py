@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from forkd.engines.base import (
@@ -77,15 +76,6 @@ _MAX_STATE_BYTES = 16 * _MIB
 find_suspending_lack = functools.cache(lambda: find_lack(suspending=True))
 
 
-@dataclass
-class _Base:
-    """`users`: how many fork it now, or will when it is loaded."""
-
-    machine: FirecrackerMachine | None = None
-    users: int = 0
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
 class FirecrackerEngine:
     name = "firecracker"
     opens_taps = True
@@ -111,7 +101,6 @@ class FirecrackerEngine:
         self._live_forks = live_forks
         self._filters: Filters | None = None
         self._filters_turn = asyncio.Lock()
-        self._bases: dict[object, _Base] = {}
         self._jails = self._binaries.firecracker.name if self._binaries.jailer else None
         # Only a network namespace of its own keeps a VM's interface from everybody else's network.
         self._network = self._jails is not None and has_tun() and can_override_taps(self._binaries.version)
@@ -216,11 +205,19 @@ class FirecrackerEngine:
         paused: bool = False,
         template: bool = False,
     ) -> FirecrackerMachine:
-        """A base is there for one fork, and those that are asked for meanwhile."""
+        """A base is there for one fork, which has an address layout of its own; what is forked often is that fork."""
         begun = time.monotonic()
         filters = await self._obtain_filters(directory.with_name(f"{directory.name}-tiny"))
-        async with self._lent_base(frozen, directory) as base:
-            loaded = time.monotonic()
+        base = await start_base(
+            self._binaries,
+            frozen,
+            directory.with_name(f"{directory.name}-base"),
+            self._users,
+            network=NIC_KEY in frozen.platform,
+            max_file_bytes=_MAX_CONSOLE_BYTES,
+        )
+        loaded = time.monotonic()
+        try:
             forking = fork_machine(
                 *(base, directory, limits, self._users, filters, nic),
                 paused=paused,
@@ -228,37 +225,11 @@ class FirecrackerEngine:
                 template=template,
             )
             machine = await finished_or_killed(forking)
+        finally:
+            await base.kill()
         machine.phases.begun = begun
         machine.phases.steps = {"state load": loaded, **machine.phases.steps}
         return machine
-
-    @contextlib.asynccontextmanager
-    async def _lent_base(self, frozen: Frozen, directory: Path) -> AsyncIterator[FirecrackerMachine]:
-        """Started by the first who asks, ended by the last. `directory`: beside it is the base's."""
-        key = _key_of(frozen)
-        lent = self._bases.setdefault(key, _Base())
-        lent.users += 1
-        try:
-            async with lent.turn:
-                if lent.machine is not None and lent.machine.death.done():
-                    await lent.machine.kill()
-                    lent.machine = None
-                if lent.machine is None:
-                    lent.machine = await start_base(
-                        self._binaries,
-                        frozen,
-                        directory.with_name(f"{directory.name}-base"),
-                        self._users,
-                        network=NIC_KEY in frozen.platform,
-                        max_file_bytes=_MAX_CONSOLE_BYTES,
-                    )
-            yield lent.machine
-        finally:
-            lent.users -= 1
-            if lent.users == 0:
-                del self._bases[key]
-                if lent.machine is not None:
-                    await lent.machine.kill()
 
     async def fork_live(
         self,
@@ -353,15 +324,6 @@ class FirecrackerEngine:
         machine = FirecrackerMachine(slot, process, phases, api, group=group, parent=parent)
         machine.keep_users(self._users, lineage)
         return machine
-
-
-def _key_of(frozen: Frozen) -> object:
-    """One snapshot for good: under its name there may be another one in a moment. Raises EngineFailed."""
-    try:
-        memory, state = (path.stat() for path in (frozen.memory_file, frozen.directory / STATE_FILE))
-    except OSError as error:
-        raise EngineFailed(f"The snapshot in {frozen.directory} cannot be read: {error.strerror}") from error
-    return *((file.st_dev, file.st_ino, file.st_ctime_ns) for file in (memory, state)), frozen.boot.root, frozen.runs
 
 
 def _write_readable(path: Path, data: bytes) -> None:
