@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import pytest
 from support_processes import DEADLINE_S, renounce_privileges
+from support_tracing import counted_calls  # noqa: F401  what code that is run here may call
 
 from forkd.errors import NotForkable
 from forkd.host import spawn_filter

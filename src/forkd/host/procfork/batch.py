@@ -115,12 +115,10 @@ class _Duplicate(Child):
                 self._send(blueprint, fds)
         self._start(self.pid, self._registers, blueprint.main)
         yield
-        while (stop := ptrace.wait_run(self.pid, self._on_signal)).new_task:
-            self._tids.append(stop.new_task)
-            ptrace.go_on(self.pid)
+        ptrace.wait_run(self.pid, self._on_signal)
         if not blueprint.got_descriptors(self.read_memory):
             raise NotForkable("A fork did not receive its descriptors", hint=SHORTAGES[errno.EMFILE])
-        tids = self._check(blueprint.main)[len(blueprint.main.calls) - len(blueprint.thread_programs) :]
+        tids = self._find_threads(blueprint)
         self.times.mark("descriptors")
         made = list(zip(tids, blueprint.threads[1:], blueprint.thread_programs, strict=True))
         for tid, thread, program in made:

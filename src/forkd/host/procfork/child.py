@@ -27,7 +27,7 @@ from forkd.host.procfork.source import Source, Thread, held
 
 _MMAP, _MUNMAP = 9, 11
 _READ_WRITE_RUN, _PRIVATE_ANONYMOUS, _FIXED_NOREPLACE, _NO_FD = 7, 0x22, 0x100000, -1
-_OPTIONS = ptrace.TRACE_CLONE | ptrace.TRACE_SECCOMP | ptrace.TELL_CALLS | ptrace.EXIT_KILL
+_OPTIONS = ptrace.TRACE_SECCOMP | ptrace.TELL_CALLS | ptrace.EXIT_KILL
 # Of a child that has made its first calls, and stands still: what these need from outside.
 OnBegun = Callable[[int], None]
 # What a file must not be opened with once more. O_TMPFILE is two bits: one is O_DIRECTORY, which only asks for one.
@@ -93,7 +93,7 @@ class Child:
             self._run_main(blueprint.main)
         if not blueprint.got_descriptors(self.read_memory):
             raise NotForkable("A fork did not receive its descriptors", hint=SHORTAGES[errno.EMFILE])
-        tids = self._check(blueprint.main)[len(blueprint.main.calls) - len(blueprint.thread_programs) :]
+        tids = self._find_threads(blueprint)
         self.times.mark("descriptors")
         self._settle_threads(blueprint, tids)
         if blueprint.last.calls:
@@ -172,8 +172,14 @@ class Child:
 
     def _run_main(self, program: Program) -> None:
         ptrace.set_registers(self.pid, at_code(self._registers, program.entry))
-        while (stop := ptrace.run(self.pid, self._on_signal)).new_task:
-            self._tids.append(stop.new_task)
+        ptrace.run(self.pid, self._on_signal)
+
+    def _find_threads(self, blueprint: Blueprint) -> list[int]:
+        """Which the main program has made: its last calls. They are traced from their beginning."""
+        results = self._check(blueprint.main)
+        tids = results[len(results) - len(blueprint.thread_programs) :]
+        self._tids += tids
+        return tids
 
     def _check(self, program: Program) -> list[int]:
         """The results. Raises NotForkable for a call that failed."""
