@@ -131,11 +131,15 @@ for delay in (0.5, 2.0):
 _NOW = "__import__('time').monotonic()"
 
 
-@pytest.mark.parametrize("frozen", ["forkable_firecracker", "frozen_firecracker_4"], ids=["1 vcpu", "4 vcpus"])
+@pytest.fixture(params=["forkable_firecracker", "frozen_firecracker_4"], ids=["1 vcpu", "4 vcpus"])
+def case_of_some_vcpus(request: pytest.FixtureRequest) -> Case:
+    return forking_live(request.getfixturevalue(request.param))
+
+
 async def test_timers_that_ran_before_a_fork_end_in_it_too_and_no_clock_jumps(
-    request: pytest.FixtureRequest, run_directory: Path, frozen: str
+    case_of_some_vcpus: Case, run_directory: Path
 ) -> None:
-    case = forking_live(request.getfixturevalue(frozen))
+    case = case_of_some_vcpus
     async with (
         rehearsed(case, run_directory) as template,
         live_forks(case.engine, template, run_directory, 1, settled=True) as (source,),

@@ -25,10 +25,14 @@ _PIC_REQUESTS = slice(2 * (8 + 1), 2 * (8 + 2))  # of the first chip's dump, in 
 
 
 @pytest.fixture(autouse=True)
-def _machine() -> None:
+def machine() -> None:
     """Tiny guests run on KVMs that are of no use for large ones."""
     if not has_kvm():
         pytest.skip("needs /dev/kvm")
+
+
+# What the KVM of a host may do otherwise than the one in the lab.
+on_both = pytest.mark.parametrize("machine", ["host", pytest.param("lab", marks=pytest.mark.lab)], indirect=True)
 
 
 @pytest.fixture
@@ -43,6 +47,7 @@ def settled(dump: dict[str, Any]) -> dict[str, Any]:
     return {**dump, "chips": [first[: _PIC_REQUESTS.start] + first[_PIC_REQUESTS.stop :], *dump["chips"][1:]]}
 
 
+@on_both
 @pytest.mark.parametrize("vcpus", [1, 2, 4])
 def test_source_and_fork_count_on_from_the_same_value_each_for_itself(vcpus: int) -> None:
     with vm_started(vcpus) as source:
@@ -61,6 +66,7 @@ def test_source_and_fork_count_on_from_the_same_value_each_for_itself(vcpus: int
             assert child.counts() == its
 
 
+@on_both
 def test_each_has_interrupts_and_notifications_of_its_own(source: Vm) -> None:
     with vm_forked(source) as child:
         child.resume()
@@ -79,6 +85,7 @@ def test_each_has_interrupts_and_notifications_of_its_own(source: Vm) -> None:
         assert child.peek()["interrupts"] == seen["interrupts"]
 
 
+@on_both
 def test_an_interrupt_that_was_asked_for_before_arrives_in_both(source: Vm) -> None:
     source.tell("os.eventfd_write(vmm.line, 1)")
     with vm_forked(source) as child:
@@ -87,6 +94,7 @@ def test_an_interrupt_that_was_asked_for_before_arrives_in_both(source: Vm) -> N
             wait_until(lambda one=one: one.peek()["interrupts"] == 1)
 
 
+@on_both
 @pytest.mark.parametrize("vcpus", [2, 4])
 def test_the_times_of_a_forks_vcpus_are_in_step_and_go_on_where_they_were(vcpus: int) -> None:
     with vm_started(vcpus) as source:
@@ -98,6 +106,7 @@ def test_the_times_of_a_forks_vcpus_are_in_step_and_go_on_where_they_were(vcpus:
             assert before[0] < child.eval("vmm.times()")[0] < source.eval("vmm.times()")[0]
 
 
+@on_both
 def test_what_a_vcpu_rarely_has_is_carried_over_too(source: Vm) -> None:
     source.tell(f"vmm.vcpus[0].set_msr({_LSTAR}, 0x123456)")
     debug = struct.pack("<4QQQ", 0x1000, 0x2000, 0, 0, 0xFFFF0FF0, 0x401).ljust(128, b"\0")
@@ -140,6 +149,7 @@ def test_forks_of_one_moment_are_the_same_and_all_run_beside_each_other() -> Non
         assert source.counts() == counts
 
 
+@on_both
 def test_a_fork_is_forked_in_turn(source: Vm) -> None:
     with contextlib.ExitStack() as stack:
         line = [source]
@@ -225,6 +235,7 @@ fcntl.ioctl(vcpu.fd, SET_REGS, regs)
 """
 
 
+@on_both
 def test_an_answer_that_its_vmm_has_given_is_taken_before_a_vcpu_is_forked(source: Vm) -> None:
     source.tell(_ASK)
     source.resume()
@@ -241,6 +252,7 @@ def test_an_answer_that_its_vmm_has_given_is_taken_before_a_vcpu_is_forked(sourc
             assert vm.eval("vmm.memory[COUNTERS + 4]") == 0x5A
 
 
+@on_both
 def test_time_that_a_vm_stood_still_is_not_seen_in_its_fork(source: Vm) -> None:
     khz = source.eval("fcntl.ioctl(vmm.vcpus[0].fd, 0xAEA3, 0)")
     hour = 3_600 * khz * 1000
