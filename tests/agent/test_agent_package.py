@@ -12,7 +12,14 @@ from rehearsed import Guest
 
 import forkd
 from forkd.agent.main import parse_arguments
-from forkd.agent.platform import MachineIdFile, Rehearsal, link_hostname, render_pool_info, write_line
+from forkd.agent.platform import (
+    MachineIdFile,
+    Rehearsal,
+    discard_drawn,
+    link_hostname,
+    render_pool_info,
+    write_line,
+)
 from forkd.guest.identity import become
 from forkd.image.initramfs import GUEST_WIRE
 from forkd.model.names import new_identity
@@ -148,3 +155,22 @@ def test_arguments_come_from_the_command_line_or_the_environment() -> None:
     for wrong in (["--fd"], ["--fd", "5"], ["what"]):
         with pytest.raises(SystemExit):
             parse_arguments(wrong, {})
+
+
+@pytest.mark.parametrize(("there", "left"), [(300, 172), (128, 0), (5, 0), (0, 0)])
+def test_what_a_device_has_drawn_ahead_is_thrown_away_and_nothing_is_waited_for(
+    tmp_path: Path, there: int, left: int
+) -> None:
+    os.mkfifo(tmp_path / "hwrng")
+    device = os.open(tmp_path / "hwrng", os.O_RDWR | os.O_NONBLOCK)
+    try:
+        os.write(device, bytes(there))
+        discard_drawn(str(tmp_path / "hwrng"))
+        os.write(device, b"end")
+        assert len(os.read(device, 1000)) == left + len(b"end")
+    finally:
+        os.close(device)
+
+
+def test_without_such_a_device_nothing_is_thrown_away(tmp_path: Path) -> None:
+    discard_drawn(str(tmp_path / "absent"))

@@ -7,6 +7,7 @@ machine and keeps its files under a directory of its own.
 from __future__ import annotations
 
 import _socket
+import errno
 import fcntl
 import mmap
 import os
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from forkd.agent.network import Outcome
 
 _MACHINE_ID_BYTES = 33
+# By the kernel's part for all such devices, and by the driver: a buffer each, of a line of the cache.
+_DRAWN_AHEAD_BYTES = 2 * 64
 _MAX_STEPS = 100
 RNDADDENTROPY = 0x40085203
 RNDRESEEDCRNG = 0x5207
@@ -114,6 +117,7 @@ class Platform:
             self._random = os.open("/dev/urandom", os.O_WRONLY | os.O_CLOEXEC)
         fcntl.ioctl(self._random, RNDADDENTROPY, render_pool_info(entropy))
         fcntl.ioctl(self._random, RNDRESEEDCRNG)
+        discard_drawn()
 
     def set_hostname(self, name: str) -> str:
         _socket.sethostname(name)
@@ -189,6 +193,25 @@ class Rehearsal(Platform):
 
     def sync(self) -> None:
         pass
+
+
+def discard_drawn(path: str = "/dev/hwrng") -> None:
+    """What the kernel has drawn ahead from a device for random numbers, which all forks have: nobody is to get it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        left = _DRAWN_AHEAD_BYTES
+        while left > 0:
+            left -= len(os.read(fd, left)) or left
+    except BlockingIOError:
+        pass  # no more is there, and what comes is the fork's own
+    except OSError as error:
+        if error.errno != errno.ENODEV:  # the device is gone
+            raise
+    finally:
+        os.close(fd)
 
 
 def link_hostname(path: str, target: str = "/proc/sys/kernel/hostname") -> bool:
