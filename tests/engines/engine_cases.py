@@ -24,6 +24,7 @@ from forkd.host.marked import Marked, kill_marked
 from forkd.model.machine import NO_LIMITS, Limits
 from forkd.model.names import Identity, new_identity
 from forkd.runtime.child import Child
+from forkd.runtime.contract import keep_contract
 from forkd.runtime.fork import fork_children, fork_one, kill_all, new_identities
 from forkd.wire.agent import padding
 
@@ -248,8 +249,7 @@ async def rehearsed(case: Case, run: Path, name: str = "template") -> AsyncItera
     machine = await case.engine.template(case.frozen, run / name)
     agent: Agent | None = None
     try:
-        agent = Agent.attach(await machine.connect())
-        await become(agent, new_identity("rehearsal"))
+        agent, _ = await keep_contract(machine, new_identity("rehearsal"))
         await machine.running()
         await agent.eval("past + 1")
         await agent.run(["true"])
