@@ -12,7 +12,7 @@ from forkd.host.pages import LiveMemory, find_memory
 from forkd.model.memory import Run
 
 _CODE = """
-import base64, ctypes, json, os, sys
+import base64, ctypes, json, os, signal, sys
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
 libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -38,6 +38,16 @@ for line in sys.stdin:
         ctypes.string_at(base + start, rest[0])
     elif op == "map":
         mapped(base + start, rest[0], FIXED, rest[1], rest[2])
+    elif op == "fork":
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            libc.prctl(1, signal.SIGKILL)
+            ctypes.memmove(base + start, b"fork", 4)
+            os.write(writing, b"done")
+            signal.pause()
+        os.read(reading, 4)
+        print(pid, flush=True)
     print("done", flush=True)
 """
 
@@ -63,14 +73,28 @@ class Guest:
         for run in runs:
             self._do("map", run.start, run.length, None if run.file is None else str(run.file), run.at)
 
+    def fork(self, start: int) -> LiveMemory:
+        """Of a fork that has written there, and ends with it."""
+        self._send("fork", start)
+        pid = int(self._answer())
+        assert self._answer() == "done"
+        return find_memory(pid, self.file, self.size)
+
     def memory(self) -> LiveMemory:
         return find_memory(self.process.pid, self.file, self.size)
 
     def _do(self, *command: object) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
+        self._send(*command)
+        assert self._answer() == "done"
+
+    def _send(self, *command: object) -> None:
+        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
-        assert self.process.stdout.readline() == "done\n"
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().rstrip("\n")
 
 
 @contextmanager

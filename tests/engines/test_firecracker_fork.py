@@ -6,14 +6,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from engine_cases import Case, forking_live, live_forks, rehearsed, value_of, values_of
+from engine_cases import Case, forking_live, live_forks, rehearsed, started, value_of, values_of
 from live_fork_looks import family, find_common_inodes, find_shared_files, find_shared_memory
 from network_cases import PORT, REACH, SERVE, Lan, made_lans, networked
 
 from forkd.engines.base import ExitReason
+from forkd.engines.firecracker import engine as firecracker
 from forkd.engines.firecracker.engine import FirecrackerEngine
 from forkd.engines.firecracker.machine import FirecrackerMachine
-from forkd.errors import NotForkable, Unsupported
+from forkd.errors import EngineFailed, NotForkable, Unsupported
 from forkd.host.filters import read_filters
 from forkd.host.pages import find_alone, find_memory
 from forkd.host.procfork import ptrace
@@ -205,6 +206,19 @@ async def test_a_record_that_was_tampered_with_is_a_reason_not_to_fork(forkable:
         with pytest.raises(NotForkable):
             await forkable.engine.fork_live(source.machine, run_directory / "fork")
         assert await value_of(source, "past + 1") == 42
+
+
+async def test_where_no_base_can_be_made_a_vm_is_started_in_a_jail(
+    forkable: Case, run_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object, **__: object) -> None:
+        raise EngineFailed("made up")
+
+    monkeypatch.setattr(firecracker, "start_base", fail)
+    async with started(forkable, run_directory) as child:
+        assert await value_of(child, "past + 1") == 42
+        with pytest.raises(NotForkable, match="started where it cannot be forked"):
+            await forkable.engine.fork_live(child.machine, run_directory / "fork")
 
 
 async def test_a_vm_that_was_made_without_live_forks_says_so(forkable: Case, run_directory: Path) -> None:

@@ -13,6 +13,7 @@ from forkd.engines.firecracker.plan import (
     Call,
     can_override_taps,
     check_platform,
+    find_fork_lack,
     parse_paused,
     render_boot,
     render_freeze,
@@ -185,3 +186,10 @@ def test_a_version_that_cannot_give_a_child_another_tap_is_known() -> None:
         True,
         True,
     ]
+
+
+@pytest.mark.parametrize(
+    ("version", "forked"), [("1.12.1", True), ("1.15.1", True), ("1.16.0", False), ("1.17.0", True)]
+)
+def test_a_firecracker_whose_guests_hear_nothing_after_a_pause_is_not_forked(version: str, forked: bool) -> None:
+    assert (find_fork_lack(version) is None) is forked

@@ -13,6 +13,7 @@ from forkd.host.pages import (
     Area,
     Identity,
     Mapping,
+    find_alone,
     find_memory,
     find_written,
     opened_memory,
@@ -65,6 +66,16 @@ def test_pages_that_were_written_are_found_and_no_others(guest: Guest) -> None:
         (17 * PAGE, 18 * PAGE),
         (63 * PAGE, 64 * PAGE),
     ]
+
+
+def test_of_a_fork_the_pages_are_found_that_it_has_written_itself(guest: Guest) -> None:
+    for page in (0, 3, 17):
+        guest.write(page * PAGE, b"x")
+    for page in (3, 40):
+        memory = guest.fork(page * PAGE)
+        (area,) = memory.areas
+        assert find_alone(memory) == [(area.address + page * PAGE, area.address + (page + 1) * PAGE)]
+    assert pages_of(find_written(memory)) == {0, 3, 17, 40}
 
 
 def test_what_is_read_is_what_the_guest_has(guest: Guest, root: Path) -> None:
