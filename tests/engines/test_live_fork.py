@@ -8,6 +8,7 @@ import pytest
 from engine_cases import Case, fork_live, forking_live, live_forks, rehearsed, started, value_of, values_of
 
 from forkd.engines.base import Machine, Way
+from forkd.engines.fork_thread import LINGER_S
 from forkd.errors import GuestTimeout
 from forkd.guest.agent import Agent
 from forkd.host.marked import find_marked
@@ -75,7 +76,7 @@ async def test_a_template_that_rested_is_forked_again_and_its_forks_survive_it(t
     try:
         async with rehearsed(tcg, run_directory) as template:
             forks.append(await fork_live(tcg.engine, template, run_directory, settled=True))
-            await asyncio.sleep(0.3)  # it is let go by now
+            await asyncio.sleep(LINGER_S + 0.3)  # it is let go by now
             forks.append(await fork_live(tcg.engine, template, run_directory, settled=True))
         assert template.death.done()
         assert await values_of(forks, "past + 1") == [42, 42]

@@ -38,7 +38,7 @@ M = TypeVar("M", bound=ProcessMachine)
 OnHeld = Callable[[], None]
 
 # How long a VMM that stands still is kept at rest for its next fork.
-_LINGER_S = 2.0
+LINGER_S = 2.0
 _GETPPID, _PRCTL = 110, 157
 _SO_ACCEPTCONN = 30
 # Behind the role of a socket that others connect to.
@@ -179,7 +179,7 @@ class ForkThread:
             return await self._run(lambda: self._fork(directory, ours, group, user, keep=linger, on_held=on_held))
         finally:
             if linger:
-                self._linger = asyncio.get_running_loop().call_later(_LINGER_S, self._thread.submit, self._release)
+                self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._thread.submit, self._release)
 
     async def let_go(self) -> None:
         """Of the VMM, should it be kept at rest: it has a command to answer."""
