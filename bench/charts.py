@@ -276,7 +276,9 @@ def show_lab(section: Report) -> Chart:
     # As a share: guests of two engines do not touch the same memory.
     memory = {f"largest of {most}": f"fork.{most}.unique_share"}
     seconds = "seconds, on a logarithmic scale; whiskers: fastest and slowest round"
-    above = Panel("Until every VM has answered", seconds, legend={"loc": "lower right", "bbox_to_anchor": (1, 1)}, log=True)
+    above = Panel(
+        "Until every VM has answered", seconds, legend={"loc": "lower right", "bbox_to_anchor": (1, 1)}, log=True
+    )
     left = Panel("CPU time of one child until then", "milliseconds, all its processes, mean")
     right = Panel(
         "Unique memory of an idle child",
