@@ -280,6 +280,18 @@ def test_a_vcpu_that_is_told_to_stop_is_told_so_in_the_fork(source: Vm) -> None:
         assert child.eval("vmm.vcpus[0].shared[1]") == 0
 
 
+def test_memory_that_a_vmm_has_come_to_share_is_refused_though_it_was_forked_before(source: Vm) -> None:
+    plan = plan_for(VmPlan(source.record))
+    with vm_forked(source, Holder(source.pid, plan)):
+        pass
+    source.tell("shared = mmap.mmap(-1, 4096)")
+    assert "shared memory" in refusal_of(source.subject, plan).message
+    source.tell("shared.close()")
+    with vm_forked(source, Holder(source.pid, plan)) as child:
+        child.resume()
+        child.counts_on()
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

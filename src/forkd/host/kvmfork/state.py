@@ -119,6 +119,8 @@ class Saver:
         """
         if self._msrs is None:
             self._learn(source)
+        # Each time: memory of its own that a VMM shares by then would be shared with its fork.
+        self.kernel_pages = check_kernel_pages(source.maps, self._record)
         shared = [source.read_memory(pages.address, pages.size) for pages in self.run_pages]
         for fd, pages, memory in zip(self._record.vcpu_fds, self.run_pages, shared, strict=True):
             check_run_pages(memory, self._record)
@@ -145,12 +147,9 @@ class Saver:
             raise NotForkable(f"A vCPU asks {asked} for more than one thing", hint="Try again")
 
     def _learn(self, source: Source) -> None:
-        with open(f"/proc/{source.pid}/maps") as file:
-            maps = file.read()
-        if not maps:
+        if not source.maps:
             raise Gone
-        self.run_pages = find_run_pages(maps, self._record)
-        self.kernel_pages = check_kernel_pages(maps, self._record)
+        self.run_pages = find_run_pages(source.maps, self._record)
         vm, vcpu = self._record.vm_fd, self._record.vcpu_fds[0]
         self._sregs2 = source.call(_IOCTL, vm, Request.CHECK_EXTENSION, _CAP_SREGS2) > 0
         self._xsave_bytes = max(_XSAVE, source.call(_IOCTL, vm, Request.CHECK_EXTENSION, _CAP_XSAVE2))

@@ -96,7 +96,7 @@ class Source:
     def __init__(
         self, stopped: Stopped, caller: Caller, page: SeedPage | None, detour: Detour, memory: int, maps: str
     ) -> None:
-        """`page`: of the seed, if there is one."""
+        """`page`: of the seed, if there is one. `maps`: the text of /proc/<pid>/maps."""
         self.pid = stopped.pid
         self.seed = caller.seed
         self._page = page
@@ -106,7 +106,7 @@ class Source:
         self._registers = {tid: ptrace.get_registers(tid) for tid in stopped.tids}
         _set_options(self._caller, suspend_filters=caller.suspend_filters)
         self._memory = memory
-        self._maps = maps
+        self.maps = maps
         self._tid_offset = self._find_tid_offset()
         self._made: set[int] = set()
 
@@ -235,11 +235,11 @@ class Source:
 
         `replaced`: the names of shared memory in whose place the fork has its own.
         """
-        if shared := find_shared(self._maps, replaced):
+        if shared := find_shared(self.maps, replaced):
             raise NotForkable(f"Process {self.pid} has memory that its fork would share: {shared}")
         if read_whole(f"/proc/{self.pid}/timers"):
             raise NotForkable(f"Process {self.pid} has a timer that a fork does not inherit")
-        for start, size in advisable_ranges(self._maps):
+        for start, size in advisable_ranges(self.maps):
             value = self.call(_MADVISE, start, size, _DOFORK)
             if value not in (0, -errno.ENOMEM):  # holes are no harm
                 raise OSError(-value, os.strerror(-value))
