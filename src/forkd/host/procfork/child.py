@@ -183,7 +183,7 @@ class Child:
 
     def _check(self, program: Program) -> list[int]:
         """The results. Raises NotForkable for a call that failed."""
-        results = program.parse_results(self.read_memory(program.base, len(program.calls) * 8))
+        results = program.parse_results(self.read_memory(program.base, program.results_bytes))
         if failed := program.find_failure(results):
             raise NotForkable(
                 f"A fork of process {self._source_pid} could not be set up: {failed}",

@@ -21,10 +21,9 @@ _MOVE_64 = {
     "r8": b"\x49\xb8",
     "r9": b"\x49\xb9",
 }
-_STORE_RAX = b"\x48\x89\x05"  # mov [rip + disp32], rax
-_TEST_RAX = b"\x48\x85\xc0\x0f\x88"  # test rax, rax; js rel32
-# What a call returned is stored, then tested.
-_STORE_AND_TEST, _TESTED_BYTES = struct.Struct("<3si5si"), 9
+_LOAD_R11, _STORE_R11 = b"\x4c\x8b\x1d", b"\x4c\x89\x1d"  # mov r11, [rip + disp32], and back
+_COMPARE_R11 = b"\x4c\x3b\x1d"  # cmp r11, [rip + disp32]
+_JUMP_UNLESS_NEGATIVE, _JUMP_UNLESS_EQUAL = b"\x79", b"\x75"  # rel8
 _MOVE_RCX_RAX = b"\x48\x89\xc1"
 _JUMP_IF_RCX_ZERO = b"\xe3"  # jrcxz rel8: no flag is changed
 _JUMP_NEAR = b"\xe9"  # jmp rel32
@@ -33,6 +32,7 @@ _JUMP_TO_NEXT_QUAD = b"\xff\x25\x00\x00\x00\x00"  # jmp [rip + 0]
 _TO_ARGUMENTS, _TO_RAX = tuple(_MOVE_64[name] for name in _ARGUMENTS), _MOVE_64["rax"]
 _CALL_WITH = [struct.Struct("<" + "2sQ" * count + "2sQ2s") for count in range(len(_ARGUMENTS) + 1)]
 
+_NO_ARGUMENTS = (0,) * len(_ARGUMENTS)
 _WORD = 8
 _MASK = 2**64 - 1
 _EXIT_GROUP = 231
@@ -110,11 +110,47 @@ class Failed:
         return f"{what}: returned {self.value}, not {self.call.returns}"
 
 
+# A program is a table of calls, and code that goes through it. The table begins with the addresses of the entry whose
+# turn it is, and of the end. An entry is the result, the number, whether a failure matters, and six arguments.
+_HEAD, _ENTRY = struct.Struct("<QQ"), struct.Struct("<qII6Q")
+_RESULT = struct.Struct(f"<q{_ENTRY.size - _WORD}x")
+# Of an entry that r11 points to: what the call takes, what it returned, and whether that may be an error.
+_TAKE = bytes.fromhex("498b7b10 498b7318 498b5320 4d8b5328 4d8b4330 4d8b4b38 418b4308")
+_KEEP_AND_TEST = bytes.fromhex("498903 4885c0")
+_LOAD_MAY_FAIL, _TO_NEXT = bytes.fromhex("418b4b0c"), b"\x49\x83\xc3" + bytes([_ENTRY.size])
+
+
+def _render_loop(at: int, table: int) -> bytes:
+    """It uses no register that a system call does not change anyway, or take."""
+    code = b""
+
+    def beside(instruction: bytes, target: int) -> bytes:
+        return instruction + struct.pack("<i", target - (at + len(code) + len(instruction) + 4))
+
+    code += beside(_LOAD_R11, table)
+    code += _TAKE + SYSCALL
+    code += beside(_LOAD_R11, table)
+    code += _KEEP_AND_TEST
+    code += _JUMP_UNLESS_NEGATIVE + struct.pack("<b", len(_LOAD_MAY_FAIL) + 2)
+    code += _LOAD_MAY_FAIL
+    # Behind the loop, over what follows.
+    rest = len(_TO_NEXT) + 2 * (len(_STORE_R11) + 4) + 2
+    code += _JUMP_IF_RCX_ZERO + struct.pack("<b", rest)
+    code += _TO_NEXT
+    code += beside(_STORE_R11, table)
+    code += beside(_COMPARE_R11, table + _WORD)
+    return code + _JUMP_UNLESS_EQUAL + struct.pack("<b", -(len(code) + 2))
+
+
+_LOOP_BYTES = len(_render_loop(0, 0))
+
+
 @dataclass(frozen=True)
 class Program:
-    """Calls, laid out for one address: results first, then their data, then the code, and how that ends.
+    """Calls, laid out for one address: their table first, then their data, then the code, and how that ends.
 
     A call that fails is the last one, unless it may; the others' results stay 0. The code may be elsewhere, nearby.
+    What is in memory is run once: the code notes there how far it is.
     """
 
     base: int
@@ -137,8 +173,8 @@ class Program:
 
     @property
     def results_bytes(self) -> int:
-        """How many there are at the base, for `parse_results`."""
-        return len(self.calls) * _WORD
+        """How many `parse_results` needs, from the base on: the table."""
+        return _HEAD.size + len(self.calls) * _ENTRY.size
 
     @property
     def size(self) -> int:
@@ -146,13 +182,12 @@ class Program:
 
     @property
     def memory_bytes(self) -> int:
-        """Of results and data."""
+        """Of the table and data."""
         return self._addresses[-1] - self.base
 
-    @functools.cached_property
+    @property
     def code_bytes(self) -> int:
-        code = sum(_CALL_WITH[len(call.args)].size + _STORE_AND_TEST.size for call in self.calls)
-        return code + len(self.ending)
+        return (_LOOP_BYTES if self.calls else 0) + len(self.ending)
 
     def moved_by(self, distance: int) -> Program:
         return replace(self, base=self.base + distance)
@@ -162,23 +197,19 @@ class Program:
         return self.render_memory() + self.render_code()
 
     def render_memory(self) -> bytes:
-        data = (call.placed_data(address) for call, address in zip(self.calls, self._addresses, strict=False))
-        return bytes(self.results_bytes) + b"".join(data)
+        parts = [_HEAD.pack(self.base + _HEAD.size, self.base + self.results_bytes)]
+        for call, address in zip(self.calls, self._addresses, strict=False):
+            args = (value & _MASK for value in call.placed_args(address))
+            parts.append(_ENTRY.pack(0, call.number, call.may_fail, *args, *_NO_ARGUMENTS[len(call.args) :]))
+        parts += (call.placed_data(address) for call, address in zip(self.calls, self._addresses, strict=False))
+        return b"".join(parts)
 
     def render_code(self) -> bytes:
-        parts: list[bytes] = []
-        at, end, result = self.entry, self.entry + self.code_bytes - len(self.ending), self.base
-        for call, address in zip(self.calls, self._addresses, strict=False):
-            made = render_call(call.number, call.placed_args(address))
-            at += len(made) + _STORE_AND_TEST.size
-            target = at if call.may_fail else end
-            parts += [made, _STORE_AND_TEST.pack(_STORE_RAX, result - (at - _TESTED_BYTES), _TEST_RAX, target - at)]
-            result += _WORD
-        return b"".join(parts) + self.ending
+        return (_render_loop(self.entry, self.base) if self.calls else b"") + self.ending
 
     def parse_results(self, memory: bytes) -> list[int]:
         """`memory`: what is at the base after the run."""
-        return list(struct.unpack_from(f"<{len(self.calls)}q", memory))
+        return [result for (result,) in _RESULT.iter_unpack(memory[_HEAD.size : self.results_bytes])]
 
     def is_over(self, results: list[int]) -> bool:
         """Of one that runs, and whose last call returns anything but 0."""
