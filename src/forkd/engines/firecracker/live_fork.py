@@ -8,7 +8,7 @@ import functools
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from forkd.engines.base import MEMORY_FILE, Nic, Phases, Way
 from forkd.engines.firecracker.api import Api
 from forkd.engines.firecracker.confine import Filters, render_settle
 from forkd.engines.firecracker.jail import API_SOCKET, NIC_MARK, RECORD, SAVES, VMM_LOG, Slot
-from forkd.engines.firecracker.machine import FirecrackerMachine
+from forkd.engines.firecracker.machine import FirecrackerMachine, Resuming
 from forkd.engines.firecracker.plan import render_pause, render_resume
 from forkd.engines.fork_thread import (
     LISTENER,
@@ -97,20 +97,32 @@ async def fork_machine(
             held = asyncio.Event()
             user = lineage[-1] if thread.gives_users else None
             work = thread.fork(directory, ours, group, user, linger=source.paused, on_held=from_thread(held))
-            made = await (work if source.paused else fork_running(_Stopping(source), work, held, phases))
+            async with told_to_go_on(directory, paused=paused) as (api, resuming):
+                made = await (work if source.paused else fork_running(_Stopping(source), work, held, phases))
             phases.steps.update(made.steps)
             process = WatchedProcess(made.pid, made.pidfd)
     machine = FirecrackerMachine(
-        *(Slot(directory, None), process, phases, Api(directory / API_SOCKET)),
-        group=group,
-        template=template,
-        paused=True,
+        *(Slot(directory, None), process, phases, api), group=group, template=template, paused=True
     )
     machine.keep_users(users, lineage)
     if paused:
         machine.stands_still()
-    machine.go_on(paused=paused)
+    machine.go_on(resuming)
     return machine
+
+
+@contextlib.asynccontextmanager
+async def told_to_go_on(directory: Path, *, paused: bool) -> AsyncIterator[tuple[Api, Resuming | None]]:
+    """A fork finds this when it runs: its API takes connections before. Taken back when the block fails."""
+    api = Api(directory / API_SOCKET)
+    resuming = None if paused else asyncio.ensure_future(api.call(render_resume()))
+    try:
+        yield api, resuming
+    except BaseException:
+        if resuming is not None:
+            resuming.cancel()
+            await asyncio.gather(resuming, return_exceptions=True)
+        raise
 
 
 @dataclass(frozen=True)

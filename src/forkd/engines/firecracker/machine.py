@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from forkd.engines.base import MEMORY_FILE, ExitReason, Machine, Nic, Phases, tail_of
 from forkd.engines.firecracker.api import Api, open_stream
@@ -55,6 +55,8 @@ _MOST_COPIED_BYTES = 16 * 1024 * 1024
 _AS_ROOT = "Run forkd as root, with Firecracker's jailer"
 
 T = TypeVar("T")
+# The answer to a call that a VM goes on.
+Resuming = asyncio.Future[Any]
 
 
 class FirecrackerMachine(ProcessMachine):
@@ -115,16 +117,17 @@ class FirecrackerMachine(ProcessMachine):
         if not self._parent:
             self.phases.mark("resume", time.monotonic())
 
-    def go_on(self, *, paused: bool) -> None:
-        """Of a fork, which may be asked before it runs."""
-        self._begin(self._go_on(paused=paused))
+    def go_on(self, resuming: Resuming | None) -> None:
+        """Of a fork, which was told so before it ran, or is to wait."""
+        self._begin(self._go_on(resuming))
 
-    async def _go_on(self, *, paused: bool) -> None:
-        await self.reach_api()
-        if not paused:
-            await self.ask(render_resume())
-            self._paused = False
-            self.phases.mark("resume", time.monotonic())
+    async def _go_on(self, resuming: Resuming | None) -> None:
+        if resuming is None:
+            await self.reach_api()
+            return
+        await self._answered(str(render_resume()), resuming)
+        self._paused = False
+        self.phases.mark("resume", time.monotonic())
 
     async def reach_api(self) -> None:
         """Raises GuestDied, EngineFailed."""
