@@ -226,7 +226,7 @@ async def test_a_source_that_is_killed_at_a_step_of_its_fork_leaves_a_whole_fork
             with counted_calls(at, lambda: os.kill(source.pid, signal.SIGKILL)) as names:
                 with suppress(EngineFailed, GuestDied):
                     made = await each.engine.fork_live(source, run_directory / "fork", settled=settled)
-            if at:
+            if 0 < at <= len(names):  # now and then it takes fewer calls
                 death = await asyncio.wait_for(asyncio.shield(source.death), _WAIT_S)
                 assert death.reason is ExitReason.CRASHED and "SIGKILL" in death.status
             if made is not None:
@@ -408,7 +408,11 @@ async def test_descriptors_that_run_out_in_the_middle_are_a_typed_error_each_tim
 async def test_a_source_that_may_open_no_more_files_is_not_forked_and_goes_on(tcg: Case, run_directory: Path) -> None:
     async with started(tcg, run_directory) as source:
         pid = source.machine.pid
-        used = max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1
+        highest = []
+        for _ in range(10):  # one that is closed again does not count
+            highest.append(max(map(int, os.listdir(f"/proc/{pid}/fd"))))
+            await asyncio.sleep(0.01)
+        used = min(highest) + 1
         for room in range(4):
             make_calls(pid, [render_limit(resource.RLIMIT_NOFILE, used + room, MAX_FILES)], POLLS)
             with pytest.raises(NotForkable):

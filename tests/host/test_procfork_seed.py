@@ -133,7 +133,7 @@ def test_a_fork_has_the_memory_map_of_its_source_and_as_many_threads(way: Way, s
     before, count = source.maps(), len(source.tids())
     with forked_from(source, plan) as child:
         assert child.maps() == before
-        assert source.maps() == before
+        assert without_heap(source.maps()) == before
         assert len(child.tids()) == len(source.tids()) == count
 
 
@@ -299,13 +299,18 @@ def test_what_is_looked_at_in_the_source_is_looked_at_once_in_a_hold_and_before_
         assert looks[2:] == [seed]
 
 
+def without_heap(maps: list[str]) -> list[str]:
+    """What it is asked makes it larger now and then."""
+    return [line for line in maps if not line.endswith("[heap]")]
+
+
 @pytest.mark.parametrize("seeded", [False, True], ids=["main", "seed"])
 def test_many_calls_are_made_in_the_source_up_to_the_first_that_fails(seeded: bool) -> None:
     pipe, write, read = Call(293, (DATA, 0), bytes(8), returns=0), 1, 0
     with python_started() as source:
         assert source.eval("1") == 1
         caller = Caller(plant(source.pid, POLLS) if seeded else None)
-        before, fds = source.maps(), source.descriptors()
+        before, fds = without_heap(source.maps()), source.descriptors()
         with held(source.pid, POLLS, caller) as at_rest:
             (made,) = at_rest.make_all([pipe])
             ends = struct.unpack("<2i", made.data)

@@ -23,7 +23,7 @@ from forkd.host.faults import fault_point
 from forkd.host.threads import in_thread, offloaded
 from forkd.image import Image, Progress
 from forkd.model.machine import MachineSpec
-from forkd.model.names import SnapshotTag, new_identity
+from forkd.model.names import Identity, SnapshotTag, new_identity
 from forkd.model.network import NO_NETWORK, Network
 from forkd.runtime.admission import admit_boot, disk_mib, look
 from forkd.runtime.child import raise_explained
@@ -230,7 +230,7 @@ async def rehearsed(engine: Engine, frozen: Frozen, directory: Path) -> AsyncIte
     try:
         fault_point("template.started")
         try:
-            agent, _ = await keep_contract(machine, new_identity("rehearsal"))
+            agent, _ = await keep_contract(machine, _new_name(0))
             await rehearse(agent, frozen.rehearsal)
             await machine.running()
             await asyncio.sleep(SETTLE_S)
@@ -283,14 +283,19 @@ async def loaded(engine: Engine, frozen: Frozen, directory: Path) -> AsyncIterat
         raise
 
 
+def _new_name(number: int) -> Identity:
+    return new_identity(f"rehearsal-{number}")
+
+
 async def rehearse(agent: Agent, code: str | None) -> None:
     """The contract under a name that no sandbox will have, an evaluation, a command, a file; nothing of it is left.
 
-    What the code raises its forks will see themselves. An interpreter that ended has lost what the warm-up left in it:
-    raises WarmupFailed, for no fork may come from that.
+    The first contract is kept already. What the code raises its forks will see themselves. An interpreter that ended
+    has lost what the warm-up left in it: raises WarmupFailed, for no fork may come from that.
     """
     for number in range(ROUNDS):
-        await become(agent, new_identity(f"rehearsal-{number}"))
+        if number:
+            await become(agent, _new_name(number))
         result = await agent.eval(code or "None", timeout_s=REHEARSAL_S)
         if result.timed_out:
             raise WarmupFailed(
