@@ -23,8 +23,13 @@ def renounce_privileges() -> None:
     _prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
-def wait_until(condition: Callable[[], T], what: str = "it did not come about", every_s: float = 0.005) -> T:
-    deadline = time.monotonic() + DEADLINE_S
+def wait_until(
+    condition: Callable[[], T],
+    what: str = "it did not come about",
+    every_s: float = 0.005,
+    within_s: float = DEADLINE_S,
+) -> T:
+    deadline = time.monotonic() + within_s
     while not (value := condition()):
         assert time.monotonic() < deadline, what
         time.sleep(every_s)

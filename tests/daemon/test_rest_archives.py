@@ -10,6 +10,8 @@ from support_client import Client
 from support_processes import wait_until
 from support_trees import archive, describe, entry, make_tree
 
+from forkd.daemon.call import GAP_S
+
 
 def test_an_archive_goes_out_and_in(client: Client, sandbox: str, tmp_path: Path) -> None:
     make_tree(tmp_path / "tree", files=100)
@@ -68,7 +70,8 @@ def test_a_client_that_disconnects_half_way_leaves_nothing_unfinished(
         connection.connect(places[0].removeprefix("unix://"))
         connection.sendall(head.encode() + data[:1_000_000])
         wait_until(lambda: list(tmp_path.glob("there/.forkd-*")))
-    wait_until(lambda: os.listdir(tmp_path / "there") == ["whole"])
+    # At the latest when the daemon has waited long enough for more of it.
+    wait_until(lambda: os.listdir(tmp_path / "there") == ["whole"], within_s=2 * GAP_S)
     (tmp_path / "there/large").write_bytes(bytes(32 << 20))
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(places[0].removeprefix("unix://"))
