@@ -24,10 +24,10 @@ STOP_AT = 1
 _EXIT_AT, _CR8_AT, _DETAILS_AT, _SYNC_REGS_AT, _SYNC_REGS_BYTES = 8, 16, 32, 288, 16
 # Of coalesced writes: a ring in the third page, which the VMM has to empty.
 _RING_AT = 2 * 4096
-# The VMM has still to answer these, or has just done it, and the kernel to go on with what it was told. Which of the
-# two cannot be seen: how the next run ended is told in the same place, but not if that was over at once.
 _PORT, _DEVICE = 2, 6
 _SIZES = (1, 2, 4)
+# The VMM has still to answer these, or has just done it, and the kernel to go on with what it was told. Which of the
+# two cannot be seen: how the next run ended is told in the same place, but not if that was over at once.
 _UNFINISHED: Mapping[int, str] = {
     _PORT: "a port",
     3: "a hypercall",
@@ -111,9 +111,7 @@ def can_be_finished(memory: bytes) -> bool:
         size, count = memory[_DETAILS_AT + 1], struct.unpack_from("<I", memory, _DETAILS_AT + 4)[0]
         return size in _SIZES and count == 1
     if _exit_reason(memory) == _DEVICE:
-        (address,), (size,) = (
-            struct.unpack_from(form, memory, _DETAILS_AT + at) for form, at in (("<Q", 0), ("<I", 16))
-        )
+        address, _, size = struct.unpack_from("<QQI", memory, _DETAILS_AT)
         return size in _SIZES and address % size == 0 and (address + size) % _PAGE != 0
     return False
 
